@@ -1,0 +1,116 @@
+"""Every error this library raises.
+
+Each class is an `MQError` and the builtin that a caller would expect, so both
+``except mq.MQError`` and ``except TimeoutError`` work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MQError(Exception):
+    """Root of all errors of this library; never raised itself."""
+
+
+class UnknownTransport(MQError, LookupError):
+    """No transport is registered under this name."""
+
+
+class TransportUnavailable(MQError, RuntimeError):
+    """The transport's library is missing, or it cannot work on this host."""
+
+
+class ConnectTimeout(MQError, TimeoutError):
+    """`connect` could not greet every member in time."""
+
+
+class ConnectRefused(MQError, ConnectionRefusedError):
+    """A member of the group refused this one: its name, version, group or backend."""
+
+
+class PublishTimeout(MQError, TimeoutError):
+    """`publish` found no credit in time; nobody got the message.
+
+    Attributes:
+        members: Names of the members that `publish` was waiting for.
+    """
+
+    def __init__(self, message: str, members: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.members = tuple(members)
+
+
+class RecvTimeout(MQError, TimeoutError):
+    """No message arrived in time."""
+
+
+class FlushTimeout(MQError, TimeoutError):
+    """Some published messages have not reached their subscribers in time."""
+
+
+class SubscribeTimeout(MQError, TimeoutError):
+    """Some members have not acknowledged a subscription, which stays in force."""
+
+
+class MembersTimeout(MQError, TimeoutError):
+    """Fewer members or subscribers than waited for were there in time."""
+
+
+class Closed(MQError):
+    """The queue is closed, or was closed while a call was waiting."""
+
+
+class MessagesLost(MQError):
+    """A publisher gave this member up while it was stalled; messages are missing.
+
+    Raised by `recv` once per publisher; the queue goes on afterwards.
+
+    Attributes:
+        sender: Name of the publisher.
+        topics: Topics of which messages are missing.
+        count: How many messages are missing, over all those topics.
+    """
+
+    def __init__(self, sender: str, topics: Sequence[str], count: int) -> None:
+        names = ", ".join(repr(topic) for topic in topics)
+        super().__init__(
+            f"{count} message(s) from {sender!r} on {names} were lost: this member was "
+            "silent for longer than peer_timeout and was forgotten; raise peer_timeout "
+            "if such stalls are normal here"
+        )
+        self.sender = sender
+        self.topics = tuple(topics)
+        self.count = count
+
+
+class MessageTooLarge(MQError, ValueError):
+    """A message is larger than some subscriber's `max_message_bytes`."""
+
+
+class CodecError(MQError, ValueError):
+    """A payload cannot be encoded, or received bytes cannot be decoded."""
+
+
+class UntrustedPayload(CodecError):
+    """Received bytes ask for a type that this member does not accept."""
+
+
+class AuthenticationFailed(MQError, PermissionError):
+    """A peer or rendezvous service did not prove that it knows the secret."""
+
+
+class ForkedProcess(MQError, RuntimeError):
+    """A queue was used in a forked child of the process that connected it."""
+
+
+class PeerLost(MQError, ConnectionError):
+    """A peer or a rendezvous service is gone.
+
+    Attributes:
+        peer: Name or address of what was lost.
+    """
+
+    def __init__(self, message: str, peer: str = "") -> None:
+        super().__init__(message)
+        self.peer = peer

@@ -1,0 +1,90 @@
+"""What the application sees of a message, and the rules for topics and histories."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+MAX_TOPIC_BYTES: Final = 255
+RESERVED_PREFIX: Final = "mq."
+
+
+class Message(NamedTuple):
+    """A received message.
+
+    A NamedTuple, because it is made once per message: 0.3 us against 1.3 us for a
+    frozen dataclass.
+
+    Attributes:
+        topic: The topic it was published on.
+        payload: What was published; private to the receiver and writable.
+        sender: Name of the publishing member.
+        sequence: Number of the message among those of its publisher and topic, from 0.
+        incarnation: Tells lives of a member of the same name apart; `sequence` restarts
+            with it.
+        published_at: When it was published, by the publisher's clock, in Unix seconds.
+        nbytes: Size of the encoded message in bytes.
+    """
+
+    topic: str
+    payload: Any
+    sender: str
+    sequence: int
+    incarnation: str
+    published_at: float
+    nbytes: int
+
+
+class History(NamedTuple):
+    """How much of a topic a slow subscriber keeps: all, or the newest n."""
+
+    keep: int | None
+
+    def __repr__(self) -> str:
+        return "mq.KEEP_ALL" if self.keep is None else f"mq.keep_last({self.keep})"
+
+
+KEEP_ALL: Final = History(None)
+"""Lose nothing: a slow subscriber makes publishers wait."""
+
+
+def keep_last(n: int) -> History:
+    """Keep the newest `n` messages of each publisher; never make a publisher wait.
+
+    Raises:
+        ValueError: `n` is less than 1.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"keep_last needs a whole number of at least 1, not {n!r}")
+    return History(n)
+
+
+class _Clear:
+    def __repr__(self) -> str:
+        return "mq.CLEAR"
+
+
+CLEAR: Final = _Clear()
+"""Publish this with ``retain=True`` to drop the retained message of a topic."""
+
+
+def check_topic(topic: str) -> bytes:
+    """The UTF-8 form of a topic.
+
+    Raises:
+        TypeError: The topic is no string.
+        ValueError: It is empty, longer than 255 bytes, not encodable, reserved, or has
+            control characters.
+    """
+    if not isinstance(topic, str):
+        raise TypeError(f"a topic is a str, not {type(topic).__name__}")
+    try:
+        raw = topic.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"topic {topic!r} cannot be encoded as UTF-8") from error
+    if not 1 <= len(raw) <= MAX_TOPIC_BYTES:
+        raise ValueError(f"a topic has 1 to 255 bytes, {topic[:40]!r} has {len(raw)}")
+    if any(ord(c) < 32 or 127 <= ord(c) < 160 for c in topic):
+        raise ValueError(f"topic {topic!r} has control characters")
+    if topic.startswith(RESERVED_PREFIX):
+        raise ValueError(f"topic {topic!r}: names beginning with 'mq.' are reserved")
+    return raw

@@ -1,0 +1,82 @@
+"""Counters behind `MQ.stats`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class TopicStats:
+    """Counters of one topic of this member.
+
+    Attributes:
+        published, published_bytes: Messages committed by this member.
+        nobody: Messages published while nobody was subscribed.
+        undelivered: Messages that were committed to a subscriber that was then lost.
+        blocked_seconds: Time that `publish` waited for credit.
+        received, received_bytes: Messages that `recv` returned or raised for.
+        dropped: Messages that a keep-last subscription replaced by newer ones.
+        lost: Messages that `MessagesLost` reported.
+        refused: Messages that could not be decoded or were not trusted.
+        discarded: Messages received and never taken, when unsubscribing or closing.
+    """
+
+    published: int = 0
+    published_bytes: int = 0
+    nobody: int = 0
+    undelivered: int = 0
+    blocked_seconds: float = 0.0
+    received: int = 0
+    received_bytes: int = 0
+    dropped: int = 0
+    lost: int = 0
+    refused: int = 0
+    discarded: int = 0
+
+
+@dataclass(slots=True)
+class PeerStats:
+    """Counters of one peer.
+
+    Attributes:
+        sent_bytes, received_bytes: Bytes of frames, heads and bodies.
+        sent_frames, received_frames: Frames in either direction.
+        resent_frames: Frames sent again after a broken connection.
+        duplicate_frames: Frames that arrived again and were dropped.
+        connections: Connections of this session so far; more than 1: it was resumed.
+        malformed: Frames that were not of the protocol.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    sent_frames: int = 0
+    received_frames: int = 0
+    resent_frames: int = 0
+    duplicate_frames: int = 0
+    connections: int = 0
+    malformed: int = 0
+
+
+@dataclass(slots=True)
+class MeshStats:
+    """Counters of the member as a whole.
+
+    Attributes:
+        malformed: Frames dropped because they were not of the protocol, any peer.
+        unauthenticated: Connections whose peer did not prove the secret.
+        refused: Connections refused for another reason, or that never greeted.
+        forgotten: Sessions given up without proof that the peer was dead.
+        lost_connections: Connections that broke.
+    """
+
+    malformed: int = 0
+    unauthenticated: int = 0
+    refused: int = 0
+    forgotten: int = 0
+    lost_connections: int = 0
+    topics: dict[str, TopicStats] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain nested dictionaries."""
+        return asdict(self)

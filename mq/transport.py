@@ -1,0 +1,212 @@
+"""The contract that a backend fills: `Link`, and what it declares, `Capabilities`.
+
+A `Link` moves whole messages between this process and its peers, point to point. It
+knows no topics, no payloads and no names; `mq.mesh` turns any link into the
+publish/subscribe queue of the documentation. A backend is one file of one to two
+hundred lines; `mq.testing` proves it.
+
+**Messages.** A message on a link is a *head* (1 byte to `MAX_HEAD_BYTES`) and an
+optional *body* (1 byte to the link's `chunk_bytes`). The head is received as bytes; the
+body is received straight into memory that the mesh chose.
+
+**Promises.** On one `Conn`, messages arrive whole, in order and unaltered until the
+connection breaks. At a break any number of the last messages, in either direction, may
+be lost. A new connection is a new `Conn`; nothing of an old one ever arrives on it.
+
+**Threads.** The mesh calls a link under one lock, from whichever thread leads at the
+moment. Only `Poller.wait` runs without that lock. A link starts no threads that run
+Python code.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from mq.mesh.poller import Poller
+
+MAX_HEAD_BYTES = 128 * 1024
+"""The largest head of a message; a batch of small messages travels as one head."""
+
+CHUNK_BYTES = 1024 * 1024
+"""The default size of a body: measured best on ZeroMQ, NNG and plain sockets alike."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a transport can do, as data: for `mq transports`, tests and the bench.
+
+    Attributes:
+        reach: How far it carries: between threads of one process, processes of one
+            host, or hosts.
+        devices: Kinds of memory it moves without staging: a subset of {"cpu", "cuda"}.
+        survives_fork: Whether `connect` works in a forked child of a process that
+            already used this transport.
+        separate_processes: Whether members are processes; False means that members are
+            threads of one process, so that process death and fork cannot be shown.
+        encrypted: Whether what travels is encrypted.
+    """
+
+    reach: Literal["process", "host", "network"]
+    devices: frozenset[str] = frozenset({"cpu"})
+    survives_fork: bool = True
+    separate_processes: bool = True
+    encrypted: bool = False
+
+
+class What(enum.Enum):
+    """What happened to a connection."""
+
+    ACCEPTED = "accepted"  # a peer dialled us: a new Conn
+    OPENED = "opened"  # a Conn that we dialled can now carry messages
+    READABLE = "readable"  # Conn.receive may return something
+    WRITABLE = "writable"  # Conn.try_send, which was refused, may succeed
+    LOST = "lost"  # the Conn is broken, or was never established
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened to a connection; `reason` is text for LOST."""
+
+    what: What
+    conn: Conn
+    reason: str = ""
+
+
+class Conn(ABC):
+    """One connection to one peer.
+
+    Attributes:
+        address: The peer's address as far as the link knows it, for people to read.
+    """
+
+    address: str
+
+    @abstractmethod
+    def try_send(
+        self, head: bytes | bytearray | memoryview, body: memoryview | None = None
+    ) -> bool:
+        """Hand a message to the engine, all of it or nothing; never wait.
+
+        Returns:
+            True: the message will be sent, and the caller may change `head` and `body`
+            at once. False: not now; WRITABLE is reported when it is worth trying
+            again. On a broken connection True (the message is lost, as messages are
+            at a break) and LOST is reported.
+        """
+
+    @abstractmethod
+    def receive(self) -> tuple[bytes | memoryview, int] | None:
+        """The next message's head and the size of its body in bytes (0: none).
+
+        None where no message is complete enough. A body must be taken by
+        `receive_body` or `discard_body` before the next `receive`. The head belongs to
+        the caller. A peer's message beyond `MAX_HEAD_BYTES` or `chunk_bytes` breaks the
+        connection (LOST) before memory for it is taken.
+        """
+
+    @abstractmethod
+    def receive_body(self, into: memoryview) -> bool:
+        """Copy the body into `into`, writable, of exactly the body's size.
+
+        Returns:
+            True once the whole body is there; False: call again with the same view
+            after the next READABLE.
+        """
+
+    @abstractmethod
+    def discard_body(self) -> None:
+        """Throw away the body that the last `receive` announced."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Break the connection and free it; no LOST is reported. Idempotent."""
+
+
+class Link(ABC):
+    """One engine of one process: listens, dials, and reports what happens.
+
+    A subclass takes its options as keyword-only arguments of `__init__`, which does no
+    I/O, so that a misspelt option is a TypeError. `Listen` addresses are strings with a
+    scheme, such as ``tcp://127.0.0.1:0``.
+
+    Attributes:
+        capabilities: What this transport can do.
+        chunk_bytes: The largest body, in bytes.
+        max_ahead: How many bytes the mesh hands over ahead of the wire at most.
+    """
+
+    capabilities: ClassVar[Capabilities]
+    chunk_bytes: int = CHUNK_BYTES
+    max_ahead: int = 4 * CHUNK_BYTES
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        """Why this transport cannot work on this host, in words, or None."""
+        return None
+
+    @abstractmethod
+    def open(
+        self, poller: Poller, listen: Sequence[str], directory: str | None
+    ) -> list[str]:
+        """Start the engine and listen.
+
+        Args:
+            poller: Where the link registers the file descriptors that become readable
+                when `poll` has something to report.
+            listen: Addresses to listen on; empty: the link's own default, which is
+                reachable from this host only.
+            directory: A directory of mode 0700 for socket files; None where the
+                link must make its own.
+
+        Returns:
+            The addresses under which peers reach this link, ports resolved, best first.
+
+        Raises:
+            ValueError: An address is malformed or of another scheme.
+            OSError: An address cannot be listened on.
+        """
+
+    @abstractmethod
+    def dial(self, address: str) -> Conn:
+        """Begin to connect; OPENED or LOST is reported by `poll`. Never waits.
+
+        Raises:
+            ValueError: The address is malformed or of another scheme.
+        """
+
+    @abstractmethod
+    def rank(self, addresses: Sequence[str], same_host: bool) -> list[str]:
+        """Those of a peer's addresses that this link can dial, best first."""
+
+    @abstractmethod
+    def poll(self) -> Iterator[Event]:
+        """What happened since the last call, without waiting.
+
+        READABLE is reported as long as a message can be received from that connection,
+        so the mesh may stop in the middle and come back.
+        """
+
+    @abstractmethod
+    def is_routable(self, address: str) -> bool:
+        """Whether other hosts could reach a listener on this address."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close every connection and listener, remove socket files. Idempotent.
+
+        What `try_send` accepted before is still sent where the engine can do so within
+        half a second.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Let go of everything in a forked child, without harm to the parent.
+
+        Must not touch the engine where that would crash or disturb the parent's
+        connections; closing inherited descriptors of our own is what it is for.
+        """
