@@ -1,0 +1,222 @@
+"""NumPy arrays and scalars on the wire. Imported once a payload or message has one."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mq import extensions as ext
+from mq.errors import CodecError
+from mq.packing import Packer, Refusal, encode, utf8
+
+if TYPE_CHECKING:
+    from mq.packing import Handler
+    from mq.unpacking import Unpacker
+
+AnyArray: TypeAlias = "npt.NDArray[Any]"
+AnyDType: TypeAlias = "np.dtype[Any]"
+
+_NAME = re.compile(r"[<>|]([biufcmMSUV])\d{1,10}(\[\d{0,9}[a-zA-Zμ]{1,7}\])?")
+_MAX_ITEM_BYTES: Final = 2**31 - 1
+_MAX_NESTED_DTYPES: Final = 16
+
+
+def pack_array(packer: Packer, array: AnyArray, depth: int) -> Any:
+    """An array as a description and a buffer; `array` is a `numpy.ndarray`."""
+    body = encode([_describe(array.dtype), *array.shape])
+    if array.nbytes:
+        packer.buffers.append(raw_bytes(array))
+    return packer.ext(ext.ARRAY, body)
+
+
+def raw_bytes(array: AnyArray) -> memoryview:
+    """The elements in C order: a view where they lie so, else of a copy."""
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    return array.reshape(-1).view(np.uint8).data
+
+
+def unpack_array(unpacker: Unpacker, body: memoryview) -> AnyArray:
+    """A view of the message; read-only where the message is."""
+    name, *dims = unpacker.decode_list(body, 1)
+    dtype = dtype_of(name)
+    nbytes = checked_size(dims, dtype.itemsize)
+    return with_sound_bools(
+        np.ndarray(dims, dtype, unpacker.take(nbytes) if nbytes else None)
+    )
+
+
+def with_sound_bools(array: AnyArray) -> AnyArray:
+    """The array, with every byte of its bools 0 or 1; a copy only where it must be.
+
+    NumPy counts the true elements of a mask by adding up bytes, and reserves memory
+    by that count: other bytes could make it write beyond.
+    """
+    if any(part.size and part.max() > 1 for part in _bools(array)):
+        if not array.flags.writeable:
+            array = array.copy()
+        for part in _bools(array):
+            np.minimum(part, 1, out=part)
+    return array
+
+
+def _bools(array: AnyArray) -> Iterator[npt.NDArray[np.uint8]]:
+    if array.dtype.kind == "b":
+        yield array.view(np.uint8)
+    for name in array.dtype.names or ():
+        yield from _bools(array[name])
+
+
+def checked_size(dims: Sequence[object], itemsize: int) -> int:
+    """The bytes of an array, from dimensions that may be anything.
+
+    Raises:
+        CodecError: They are no dimensions, or too large for any memory.
+    """
+    if len(dims) > ext.MAX_DIMENSIONS:
+        raise CodecError(
+            f"an array of {len(dims)} dimensions, the limit is {ext.MAX_DIMENSIONS}"
+        )
+    # Empty arrays count too: NumPy and torch multiply the other dimensions.
+    product = max(itemsize, 1)
+    empty = itemsize == 0
+    for dim in dims:
+        if type(dim) is not int or dim < 0:
+            raise CodecError(f"{dim!r:.40} is no dimension of an array")
+        product *= max(dim, 1)
+        empty = empty or dim == 0
+    if product >= 2**63:
+        raise CodecError(f"an array of shape {dims!r:.100} does not fit any memory")
+    return 0 if empty else product
+
+
+def _pack_scalar(packer: Packer, scalar: np.generic, depth: int) -> Any:
+    # NumPy's own form of a str_ or bytes_ ends at the last character that is not NUL.
+    if isinstance(scalar, np.str_):
+        text = str.__str__(scalar)
+        utf8(text)
+        body = encode(["str", text])
+    elif isinstance(scalar, np.bytes_):
+        body = encode(["bytes", bytes(scalar)])
+    else:
+        body = encode([_describe(scalar.dtype), scalar.tobytes()])
+    return packer.ext(ext.SCALAR, body)
+
+
+def unpack_scalar(unpacker: Unpacker, body: memoryview) -> Any:
+    """A NumPy scalar of exactly the type that was sent."""
+    name, raw, *rest = unpacker.decode_list(body, 2)
+    if name == "str" and type(raw) is str and not rest:
+        return np.str_(raw)
+    if type(raw) is not bytes or rest:
+        raise CodecError("a NumPy scalar is malformed")
+    if name == "bytes":
+        return np.bytes_(raw)
+    dtype = dtype_of(name)
+    if len(raw) != dtype.itemsize:
+        raise CodecError(f"a NumPy scalar of {dtype} with {len(raw)} bytes")
+    return with_sound_bools(np.ndarray((), dtype, bytearray(raw) if raw else None))[()]
+
+
+@functools.lru_cache(maxsize=512)
+def _describe(dtype: AnyDType) -> Any:
+    """The wire's name of a dtype: a string, or a list for a structured one.
+
+    Raises:
+        Refusal: It has objects, or is not NumPy's own.
+    """
+    if dtype.hasobject:
+        raise Refusal(
+            f"a NumPy array or scalar of dtype {dtype} holds Python objects; convert "
+            "it with .astype(...) or .tolist()"
+        )
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return ["subarray", _describe(base), *shape]
+    if dtype.names is not None and dtype.fields is not None:
+        utf8("".join(dtype.names))
+        fields = [
+            [name, dtype.fields[name][1], _describe(dtype.fields[name][0])]
+            for name in dtype.names
+        ]
+        return ["struct", dtype.itemsize, *fields]
+    name = dtype.str
+    if _NAME.fullmatch(name) is None or np.dtype(name) != dtype:
+        raise Refusal(
+            f"NumPy dtype {dtype!r} is not one of NumPy's plain dtypes; send "
+            "array.view(numpy.uint8) or array.astype(...)"
+        )
+    return name
+
+
+def dtype_of(name: object, nested: int = 0) -> AnyDType:
+    """The dtype that a message describes.
+
+    Raises:
+        CodecError: It describes none, or one that holds objects.
+    """
+    if type(name) is str:
+        return _plain_dtype(name)
+    if type(name) is not list or len(name) < 2 or nested == _MAX_NESTED_DTYPES:
+        raise CodecError(f"{name!r:.80} describes no NumPy dtype")
+    what, *rest = name
+    try:
+        if what == "struct":
+            return _struct_dtype(rest[0], rest[1:], nested)
+        if what == "subarray":
+            return _subarray_dtype(rest[0], rest[1:], nested)
+    except (TypeError, ValueError) as error:
+        raise CodecError(f"{name!r:.80} describes no NumPy dtype: {error}") from error
+    raise CodecError(f"{name!r:.80} describes no NumPy dtype")
+
+
+@functools.lru_cache(maxsize=512)
+def _plain_dtype(name: str) -> AnyDType:
+    if _NAME.fullmatch(name):
+        try:
+            return np.dtype(name)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CodecError(f"{name!r} is no NumPy dtype here: {error}") from error
+    raise CodecError(f"{name!r:.80} is no NumPy dtype of this format")
+
+
+def _subarray_dtype(base: object, dims: list[Any], nested: int) -> AnyDType:
+    dtype = dtype_of(base, nested + 1)
+    if checked_size(dims, dtype.itemsize) > _MAX_ITEM_BYTES:
+        raise CodecError(f"a NumPy dtype of more than {_MAX_ITEM_BYTES} bytes")
+    return np.dtype((dtype, tuple(dims)))
+
+
+def _struct_dtype(itemsize: Any, fields: list[Any], nested: int) -> AnyDType:
+    if type(itemsize) is not int or not 0 <= itemsize <= _MAX_ITEM_BYTES:
+        raise CodecError(f"{itemsize!r:.40} is no size of a NumPy dtype")
+    names, formats, offsets = [], [], []
+    for name, offset, described in fields:
+        dtype = dtype_of(described, nested + 1)
+        if type(name) is not str or type(offset) is not int:
+            raise CodecError("a field of a NumPy dtype is malformed")
+        if not 0 <= offset <= itemsize - dtype.itemsize:
+            raise CodecError(f"field {name!r:.40} of a NumPy dtype lies outside of it")
+        names.append(name)
+        formats.append(dtype)
+        offsets.append(offset)
+    return np.dtype(
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
+    )
+
+
+def _scalar_types() -> set[type]:
+    # Void aside, a scalar type that is no plain dtype's own is refused by _describe.
+    return {kind for kind in np.sctypeDict.values() if kind is not np.object_}
+
+
+HANDLERS: Final[dict[type, Handler]] = {
+    np.ndarray: pack_array,
+    np.memmap: pack_array,
+    **dict.fromkeys(_scalar_types(), _pack_scalar),
+}

@@ -1,0 +1,164 @@
+"""Payload to `Frames` and back: data, and nothing but data, unless pickle is allowed.
+
+The format is specified in ``docs/wire.md``, section *Payload*.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import Any, Final
+
+import msgspec
+
+from mq import extensions as ext
+from mq import frames, packing, safe_types
+from mq.errors import CodecError
+from mq.frames import Frames
+from mq.safe_types import add_safe_types
+from mq.unpacking import Unpacker, check_depth
+
+__all__ = ["Codec", "add_safe_types"]
+
+# The opcode of a long string and the first bytes of a length of at least 64 KiB.
+_STR32: Final = re.compile(rb"\xdb(?=\x00[^\x00]|[^\x00])", re.DOTALL)
+_PLAIN_NBYTES: Final = len(frames.PLAIN)
+_NOTHING: Final[frozenset[str]] = frozenset()
+_encode = packing.encode
+_leaves_only = packing.LEAVES.issuperset
+_new_tuple: Final = tuple.__new__
+
+
+def _refuse_extension(code: int, body: memoryview) -> Any:
+    raise CodecError(f"a plain message has extension type {code}")
+
+
+def _may_hold_large_str(skeleton: bytes) -> bool:
+    for match in _STR32.finditer(skeleton):
+        size = int.from_bytes(skeleton[match.end() : match.end() + 4], "big")
+        if ext.LARGE <= size <= len(skeleton) - match.end() - 4:
+            return True
+    return False
+
+
+_decode_plain: Final = msgspec.msgpack.Decoder(ext_hook=_refuse_extension).decode
+
+
+class Codec:
+    """Encodes and decodes payloads. Holds no state: any thread may use it at any time.
+
+    What arrives equals what was sent, in value and in type, but for this:
+
+    - Tensors and arrays are contiguous in C order, tensors are on the CPU or on the
+      device asked for, without `requires_grad`; `nn.Parameter` arrives as a tensor,
+      `torch.Size` as a tuple, `numpy.memmap` as an array.
+    - Each reference to an object arrives as an object of its own; two tensors that
+      share memory arrive as two that do not.
+    - A zone of a datetime arrives as its offset from UTC.
+    - Pads and titles of structured dtypes are not kept.
+
+    Args:
+        allow_pickle: Whether any other object travels, and is accepted, as a pickle.
+            Whoever can send this process a pickle can run any code in it.
+    """
+
+    __slots__ = ("_accepts", "_allow_pickle")
+
+    def __init__(self, allow_pickle: bool = False) -> None:
+        self._allow_pickle = allow_pickle
+
+    def accepts(self) -> frozenset[str]:
+        """What this process decodes beyond plain data, as in `Frames.needs`."""
+        names = safe_types.names()
+        return names | {safe_types.PICKLE} if self._allow_pickle else names
+
+    def encode(self, payload: Any, topic: str = "") -> Frames:
+        """Encode a payload; large data is referred to, not copied.
+
+        Args:
+            payload: Data, arrays, tensors and objects of registered types, nested.
+            topic: For the text of errors.
+
+        Returns:
+            Frames whose buffers view the payload's own memory.
+
+        Raises:
+            CodecError: A value cannot travel; says which, where, and the remedies.
+        """
+        # Most messages are small dicts of plain values: those take one call of msgspec.
+        if (
+            type(payload) is dict
+            and _leaves_only(map(type, payload.values()))
+            and _leaves_only(map(type, payload))
+        ):
+            try:
+                header = frames.PLAIN + _encode(payload)
+            except (OverflowError, UnicodeEncodeError):
+                return self._pack(payload, topic, packing.CAREFUL_LEAVES)
+            if len(header) < ext.LARGE:
+                return _new_tuple(Frames, (header, (), len(header), _NOTHING))
+        return self._pack(payload, topic, packing.LEAVES)
+
+    def _pack(self, payload: Any, topic: str, leaves: frozenset[type]) -> Frames:
+        packer = packing.Packer(self._allow_pickle, leaves)
+        try:
+            skeleton = _encode(packer.pack(payload, 0))
+        except packing.Refusal as refusal:
+            place = "payload" + "".join(reversed(refusal.path))
+            on = f" on topic {topic!r}" if topic else ""
+            raise CodecError(f"cannot send {place}{on}: {refusal}") from refusal
+        except RecursionError as error:
+            raise CodecError(
+                "cannot send the payload: it is nested too deep for the stack that is "
+                "left here; raise sys.setrecursionlimit or flatten it"
+            ) from error
+        except (OverflowError, UnicodeEncodeError):
+            if leaves is packing.CAREFUL_LEAVES:
+                raise
+            return self._pack(payload, topic, packing.CAREFUL_LEAVES)
+        if (
+            len(skeleton) >= ext.LARGE
+            and leaves is packing.LEAVES
+            and _may_hold_large_str(skeleton)
+        ):
+            return self._pack(payload, topic, packing.CAREFUL_LEAVES)
+        for wait in packer.waits:
+            wait()
+        if not packer.extended:
+            header = frames.PLAIN + skeleton
+            return Frames(header, (), len(header), _NOTHING)
+        return frames.assemble(skeleton, tuple(packer.buffers), frozenset(packer.needs))
+
+    def decode(self, area: memoryview, *, device: str | None = None) -> Any:
+        """Decode a message that may come from anybody.
+
+        Args:
+            area: 1-D, format 'B', contiguous, owned by this message. Where the message
+                has buffers, writable and aligned to `frames.ALIGNMENT` bytes: arrays
+                and tensors are views of it and keep it alive.
+            device: Where tensors are copied to; None leaves them on the CPU.
+
+        Returns:
+            The payload. It takes up to about a hundred times the memory of the
+            skeleton, for containers that are empty, beside the area itself.
+
+        Raises:
+            CodecError: It is malformed.
+            UntrustedPayload: It needs a type or the permission that is missing here.
+        """
+        try:
+            if area[:_PLAIN_NBYTES] == frames.PLAIN:
+                value = _decode_plain(area[_PLAIN_NBYTES:])
+                if area.nbytes > ext.MAX_DEPTH:
+                    check_depth(value)
+                return value
+            skeleton, buffers = frames.split(area)
+            return Unpacker(buffers, self._allow_pickle, device).unpack(skeleton)
+        except CodecError:
+            raise
+        except (ArithmeticError, TypeError, ValueError, struct.error) as error:
+            raise CodecError(f"a message is malformed: {error!s:.500}") from error
+        except RecursionError as error:
+            raise CodecError(
+                "a message is nested too deep for the stack that is left here"
+            ) from error

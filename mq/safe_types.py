@@ -1,0 +1,241 @@
+"""The types beyond plain data that this process sends and accepts."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from mq.errors import CodecError
+
+PICKLE: Final = "pickle"
+"""The name under which a member announces that it accepts pickles."""
+
+MAX_NAME_BYTES: Final = 255
+
+
+class SafeType(NamedTuple):
+    """How one registered type travels.
+
+    Attributes:
+        name: The name on the wire.
+        kind: The exact type; subclasses are registered on their own.
+        encode: From an object to its state, which is data.
+        decode: From a state, which may come from anybody, to an object.
+        by_field: Whether the state's keys are the object's attributes.
+    """
+
+    name: str
+    kind: type
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+    by_field: bool
+
+
+# Replaced, never changed: lookups on the message path take no lock.
+_by_type: dict[type, SafeType] = {}
+_by_name: dict[str, SafeType] = {}
+_lock = threading.Lock()
+
+on_change: Final[list[Callable[[], None]]] = []
+"""Called after each registration."""
+
+
+def add_safe_types(
+    *types: type,
+    name: str | None = None,
+    encode: Callable[[Any], Any] | None = None,
+    decode: Callable[[Any], Any] | None = None,
+) -> None:
+    """Let objects of these types travel as data, without pickle.
+
+    Sender and receiver register the type, under the same name. Dataclasses, named
+    tuples, enumerations, `tensordict.TensorDict` and classes with a pair ``to_dict()``
+    and ``from_dict(mapping)`` need no functions::
+
+        mq.add_safe_types(Transition, TensorDict)
+        mq.add_safe_types(Path, encode=str, decode=Path)
+
+    A subclass is another type. A dataclass is built by its constructor, so that its
+    ``__post_init__`` can check what came in; types of fields are not checked.
+
+    Args:
+        types: Classes; with `name` or functions exactly one.
+        name: Its name on the wire; by default ``module:qualname``.
+        encode: Makes from an object a payload of data and registered types.
+        decode: Makes an object from what `encode` returned. It is called with whatever
+            a peer sent: any exception of it becomes a `CodecError`.
+
+    Raises:
+        TypeError: One of them is no class, or needs `encode` and `decode`.
+        ValueError: The name is taken by another type, empty or over 255 bytes, or the
+            type travels without being registered.
+    """
+    if (encode is None) != (decode is None):
+        raise TypeError("add_safe_types needs both encode= and decode=, or neither")
+    if len(types) != 1 and (name is not None or encode is not None):
+        raise TypeError("name=, encode= and decode= go with exactly one type")
+    entries = []
+    for kind in types:
+        if not isinstance(kind, type):
+            raise TypeError(f"add_safe_types takes classes, not {kind!r}")
+        if encode is not None and decode is not None:
+            entry = SafeType(type_name(kind), kind, encode, decode, False)
+        else:
+            entry = _recipe(kind)
+        entries.append(entry._replace(name=entry.name if name is None else name))
+    _store(entries)
+
+
+def _store(entries: list[SafeType]) -> None:
+    global _by_type, _by_name
+    with _lock:
+        by_type, by_name = dict(_by_type), dict(_by_name)
+        for entry in entries:
+            _check(entry, by_name.get(entry.name))
+            old = by_type.get(entry.kind)
+            if old is not None:
+                del by_name[old.name]
+            taken = by_name.get(entry.name)
+            if taken is not None:  # the class was defined anew: the old one goes
+                del by_type[taken.kind]
+            by_type[entry.kind] = by_name[entry.name] = entry
+        _by_type, _by_name = by_type, by_name
+    for changed in on_change:
+        changed()
+
+
+def _check(entry: SafeType, taken: SafeType | None) -> None:
+    if not 1 <= len(entry.name.encode()) <= MAX_NAME_BYTES or entry.name == PICKLE:
+        raise ValueError(
+            f"{entry.name!r} cannot name a type: names have 1 to {MAX_NAME_BYTES} "
+            f"bytes and are not {PICKLE!r}"
+        )
+    if entry.kind.__module__ == "builtins":
+        raise ValueError(
+            f"{entry.kind.__name__} cannot be registered: builtins travel as they are, "
+            "or not at all"
+        )
+    if taken is not None and type_name(taken.kind) != type_name(entry.kind):
+        raise ValueError(
+            f"the name {entry.name!r} is taken by {type_name(taken.kind)}; give "
+            f"{type_name(entry.kind)} another name="
+        )
+
+
+def type_name(kind: type) -> str:
+    """``module:qualname`` of a class."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def by_type(kind: type) -> SafeType | None:
+    """How objects of exactly this type travel."""
+    return _by_type.get(kind)
+
+
+def by_name(name: object) -> SafeType | None:
+    """The type that is registered under a name from the wire."""
+    return _by_name.get(name) if isinstance(name, str) else None
+
+
+def names() -> frozenset[str]:
+    """The names of all registered types."""
+    return frozenset(_by_name)
+
+
+def _recipe(kind: type) -> SafeType:
+    name = type_name(kind)
+    if kind.__module__.partition(".")[0] == "tensordict" and "TensorDict" == (
+        kind.__qualname__
+    ):
+        from mq import tensordicts
+
+        return SafeType(
+            "tensordict:TensorDict", kind, tensordicts.state, tensordicts.build, False
+        )
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(name, kind)
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return _named_tuple(name, kind)
+    if issubclass(kind, enum.Enum):
+        return SafeType(name, kind, lambda item: item.name, kind.__getitem__, False)
+    to_dict, from_dict = (
+        getattr(kind, "to_dict", None),
+        getattr(kind, "from_dict", None),
+    )
+    if callable(to_dict) and callable(from_dict):
+        return SafeType(name, kind, to_dict, from_dict, False)
+    raise TypeError(
+        f"{name} is no dataclass, named tuple or enumeration and has no pair to_dict "
+        "and from_dict: pass encode= and decode= to add_safe_types"
+    )
+
+
+def _dataclass(name: str, kind: type) -> SafeType:
+    fields = {field.name: field.init for field in dataclasses.fields(kind)}
+    given = {field for field, init in fields.items() if init}
+    if set(inspect.signature(kind).parameters) != given:
+        raise TypeError(
+            f"the constructor of dataclass {name} does not take its fields: pass "
+            "encode= and decode= to add_safe_types"
+        )
+
+    def encode(value: Any) -> dict[str, Any]:
+        return {field: getattr(value, field) for field in fields}
+
+    def decode(state: Any) -> Any:
+        _check_fields(name, state, fields.keys())
+        value = kind(**{field: state[field] for field in given})
+        for field in fields.keys() - given:
+            object.__setattr__(value, field, state[field])  # it may be frozen
+        return value
+
+    return SafeType(name, kind, encode, decode, True)
+
+
+def _named_tuple(name: str, kind: type) -> SafeType:
+    fields = dict.fromkeys(getattr(kind, "_fields", ()))
+
+    def encode(value: Any) -> dict[str, Any]:
+        return dict(zip(fields, value, strict=True))
+
+    def decode(state: Any) -> Any:
+        _check_fields(name, state, fields.keys())
+        return kind(**state)
+
+    return SafeType(name, kind, encode, decode, True)
+
+
+def _check_fields(name: str, state: Any, fields: Any) -> None:
+    if type(state) is not dict or state.keys() != fields:
+        got = sorted(map(str, state))[:20] if type(state) is dict else type(state)
+        raise CodecError(
+            f"a {name} arrived with {got} in place of the fields {sorted(fields)}; "
+            "both sides need the same definition of it"
+        )
+
+
+def remedy(kind: type) -> str:
+    """What to do so that objects of this class travel, in words."""
+    shown = kind.__qualname__.rpartition(".")[2]
+    hint = _HINTS.get(type_name(kind))
+    if hint is None and "numpy" in sys.modules:
+        import numpy as np
+
+        if issubclass(kind, np.ndarray):
+            hint = "convert it with numpy.asarray"
+    return hint or (
+        f"register it with mq.add_safe_types({shown}) on both sides, or pass "
+        "allow_pickle=True to mq.connect on both sides"
+    )
+
+
+_HINTS: Final = {
+    "builtins:memoryview": "convert it with bytes(...) or numpy.frombuffer",
+    "builtins:range": "convert it with list(...)",
+    "builtins:generator": "convert it with list(...)",
+}

@@ -1,0 +1,147 @@
+"""Torch tensors on the wire. Imported once a payload or message has one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from mq import extensions as ext
+from mq.arrays import checked_size, raw_bytes, with_sound_bools
+from mq.errors import CodecError
+from mq.packing import Packer, Refusal, encode
+
+if TYPE_CHECKING:
+    from mq.packing import Handler
+    from mq.unpacking import Unpacker
+
+# NumPy has no type for some dtypes: their bits travel through one of the same size.
+_CARRIERS: Final = {
+    "bool": None,
+    "uint8": None,
+    "uint16": None,
+    "uint32": None,
+    "uint64": None,
+    "int8": None,
+    "int16": None,
+    "int32": None,
+    "int64": None,
+    "float16": None,
+    "float32": None,
+    "float64": None,
+    "complex64": None,
+    "complex128": None,
+    "complex32": torch.int32,
+    "bfloat16": torch.int16,
+    "float8_e4m3fn": torch.uint8,
+    "float8_e4m3fnuz": torch.uint8,
+    "float8_e5m2": torch.uint8,
+    "float8_e5m2fnuz": torch.uint8,
+    "float8_e8m0fnu": torch.uint8,
+    "float4_e2m1fn_x2": torch.uint8,
+}
+_BY_DTYPE: Final[dict[torch.dtype, tuple[str, torch.dtype | None]]] = {}
+_BY_NAME: Final[dict[str, tuple[torch.dtype, np.dtype[Any], bool]]] = {}
+for _name, _carrier in _CARRIERS.items():
+    _dtype = getattr(torch, _name, None)  # the newest dtypes are missing in torch 2.4
+    if _dtype is not None:
+        _BY_DTYPE[_dtype] = (_name, _carrier)
+        _bits = torch.empty(0, dtype=_carrier or _dtype, device="cpu").numpy().dtype
+        _BY_NAME[_name] = (_dtype, _bits, _carrier is not None)
+
+
+def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
+    """A tensor as a description and a buffer."""
+    found = _BY_DTYPE.get(tensor.dtype)
+    if found is None or tensor.layout is not torch.strided:
+        raise Refusal(_unsendable(tensor))
+    name, carrier = found
+    if (
+        tensor.requires_grad
+        or not tensor.is_cpu
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or not tensor.is_contiguous()
+    ):
+        tensor = _plain(packer, tensor, carrier)
+    elif carrier is not None:
+        tensor = tensor.view(carrier)
+    body = encode([name, *tensor.shape])
+    if tensor.numel():
+        packer.buffers.append(raw_bytes(tensor.numpy()))
+    return packer.ext(ext.TENSOR, body)
+
+
+def _plain(
+    packer: Packer, tensor: torch.Tensor, carrier: torch.dtype | None
+) -> torch.Tensor:
+    """The same numbers, contiguous in host memory, without history and lazy bits."""
+    if tensor.is_meta:
+        raise Refusal(_unsendable(tensor))
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if carrier is not None:  # before any copy: torch warns of work in complex32
+        tensor = tensor.view(carrier)
+    tensor = tensor.contiguous()
+    if tensor.is_cuda:
+        return _stage(packer, tensor)
+    return tensor.cpu()
+
+
+def _stage(packer: Packer, tensor: torch.Tensor) -> torch.Tensor:
+    # torch caches pinned memory; a copy into it runs beside those of other tensors,
+    # and the packer waits for all of them once.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(tensor.device))
+    packer.waits.append(done.synchronize)
+    return host
+
+
+def _unsendable(tensor: torch.Tensor) -> str:
+    what = f"a tensor of dtype {tensor.dtype} and layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"{what} is quantised; send .dequantize(), or .int_repr() and its scale"
+    if tensor.is_meta:
+        return (
+            f"{what} is on the meta device and has no data; create it on a real device"
+        )
+    if tensor.layout is not torch.strided:
+        return f"{what} is not strided; send .to_dense(), or its indices and values"
+    return f"{what} has no format on the wire; send .view(torch.uint8)"
+
+
+def unpack_tensor(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
+    """A writable view of the message, or a copy on the device asked for."""
+    name, *dims = unpacker.decode_list(body, 1)
+    found = _BY_NAME.get(name) if type(name) is str else None
+    if found is None:
+        raise CodecError(
+            f"a tensor of dtype {name!r:.40}, which torch {torch.__version__} does not "
+            "have here"
+        )
+    dtype, bits, carried = found
+    nbytes = checked_size(dims, bits.itemsize)
+    view = unpacker.take(nbytes) if nbytes else None
+    if view is not None and view.readonly:  # torch has no read-only tensors
+        view = memoryview(bytearray(view))
+    tensor = torch.from_numpy(with_sound_bools(np.ndarray(dims, bits, view)))
+    if carried:
+        tensor = tensor.view(dtype)
+    return tensor if unpacker.device is None else tensor.to(unpacker.device)
+
+
+def _pack_parameter(packer: Packer, parameter: torch.Tensor, depth: int) -> Any:
+    return pack_tensor(packer, parameter.detach(), depth)
+
+
+def _pack_size(packer: Packer, size: tuple[int, ...], depth: int) -> Any:
+    return packer.pack(tuple(size), depth)
+
+
+HANDLERS: Final[dict[type, Handler]] = {
+    torch.Tensor: pack_tensor,
+    torch.nn.Parameter: _pack_parameter,
+    torch.Size: _pack_size,
+}

@@ -1,0 +1,298 @@
+"""Turns a skeleton and its buffers, which may come from anybody, into a payload."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import msgspec
+
+from mq import extensions as ext
+from mq import safe_types
+from mq.errors import CodecError, UntrustedPayload
+
+_decode = msgspec.msgpack.decode
+_CONTAINERS: Final = frozenset({list, dict, tuple, set, frozenset, OrderedDict})
+
+
+class Unpacker:
+    """One message on its way to a payload.
+
+    Attributes:
+        device: Where tensors go; None leaves them views of the message.
+    """
+
+    __slots__ = ("_allow_pickle", "_buffers", "_states", "_taken", "device")
+
+    def __init__(
+        self, buffers: list[memoryview], allow_pickle: bool, device: str | None
+    ) -> None:
+        self.device = device
+        self._allow_pickle = allow_pickle
+        self._buffers = buffers
+        self._taken = 0
+        # State of every registered object by the object's id, for the depth; holding
+        # the objects keeps their ids from being used again.
+        self._states: dict[int, tuple[object, object]] = {}
+
+    def unpack(self, skeleton: memoryview) -> Any:
+        """The payload.
+
+        Raises:
+            CodecError: Anything about it is malformed.
+            UntrustedPayload: It needs what this process does not accept.
+        """
+        value = _decode(skeleton, ext_hook=self.extension)
+        if self._taken != len(self._buffers):
+            raise CodecError(
+                f"a message has {len(self._buffers)} buffers, its skeleton refers to "
+                f"{self._taken}"
+            )
+        if skeleton.nbytes > ext.MAX_DEPTH:  # a level takes a byte at least
+            check_depth(value, self._states)
+        return value
+
+    def take(self, nbytes: int) -> memoryview:
+        """The next buffer, which must be of this size.
+
+        Raises:
+            CodecError: It is not, or there is none.
+        """
+        if self._taken == len(self._buffers):
+            raise CodecError(
+                f"a skeleton refers to more than its {self._taken} buffers"
+            )
+        buffer = self._buffers[self._taken]
+        if buffer.nbytes != nbytes:
+            raise CodecError(
+                f"buffer {self._taken} has {buffer.nbytes} bytes in place of {nbytes}"
+            )
+        self._taken += 1
+        return buffer
+
+    def take_any(self) -> memoryview:
+        """The next buffer, whatever its size."""
+        taken = self._taken
+        return self.take(
+            self._buffers[taken].nbytes if taken < len(self._buffers) else 0
+        )
+
+    def decode_list(self, body: memoryview, at_least: int) -> list[Any]:
+        """The values of an extension's body.
+
+        Raises:
+            CodecError: It is no list, or shorter than `at_least`.
+        """
+        items = _decode(body, ext_hook=self.extension)
+        if type(items) is not list or len(items) < at_least:
+            raise CodecError("the body of an extension type is malformed")
+        return items
+
+    def extension(self, code: int, body: memoryview) -> Any:
+        """The value of an extension type; what msgspec calls for each."""
+        # Containers are dealt with here: a frame less for each level of nesting.
+        if 1 <= code <= 4:
+            items = _decode(body, ext_hook=self.extension)
+            if type(items) is not list:
+                raise CodecError("the body of a container is malformed")
+            if code == ext.TUPLE:
+                return tuple(items)
+            if code == ext.MAP:
+                return _mapping(items, dict)
+            return set(items) if code == ext.SET else frozenset(items)
+        unpack = _UNPACKERS.get(code)
+        if unpack is None:
+            raise CodecError(f"extension type {code} is unknown to this member")
+        return unpack(self, body)
+
+    def unpack_object(self, body: memoryview) -> Any:
+        """An object of a registered type."""
+        name, state, *rest = self.decode_list(body, 2)
+        entry = safe_types.by_name(name)
+        if entry is None:
+            raise UntrustedPayload(
+                f"the payload has a {name!r:.260}, which this member does not accept: "
+                "register that type with mq.add_safe_types before subscribing"
+            )
+        if rest:
+            raise CodecError(f"a {name} is malformed")
+        try:
+            value = entry.decode(state)
+        except CodecError:
+            raise
+        except Exception as error:  # the application's code may raise anything
+            raise CodecError(f"decoding a {name} raised {error!r:.500}") from error
+        self._states.setdefault(id(value), (value, state))
+        return value
+
+    def unpack_pickle(self, body: memoryview) -> Any:
+        """An arbitrary object, of a sender that this process trusts."""
+        if not self._allow_pickle:
+            raise UntrustedPayload(
+                "the payload has a pickled object, which this member does not accept: "
+                "pass allow_pickle=True to mq.connect if you trust every member, or "
+                "have the sender register the type with mq.add_safe_types"
+            )
+        sizes = self.decode_list(body, 1)
+        raw, *buffers = [self.take(size) for size in sizes]
+        try:
+            return pickle.loads(raw, buffers=buffers)
+        except Exception as error:  # unpickling runs anybody's code
+            raise CodecError(f"unpickling raised {error!r:.500}") from error
+
+
+def check_depth(
+    value: Any, states: dict[int, tuple[object, object]] | None = None
+) -> None:
+    """See that containers are not nested too deep.
+
+    Args:
+        states: By its id, every other object that counts, with its content.
+
+    Raises:
+        CodecError: There are more than `MAX_DEPTH` levels.
+    """
+    kinds = _CONTAINERS.union(type(item) for item, _ in (states or {}).values())
+    level = [value]
+    for _ in range(ext.MAX_DEPTH + 1):
+        level = [item for item in level if type(item) in kinds]
+        if not level:
+            return
+        if states:  # what several states share is looked at once
+            level = list({id(item): item for item in level}.values())
+        below: list[Any] = []
+        for container in level:
+            for children in _children(container, states or {}):
+                if not kinds.isdisjoint(map(type, children)):
+                    below += children
+        level = below
+    raise CodecError(f"a message is nested more than {ext.MAX_DEPTH} levels deep")
+
+
+def _children(
+    container: Any, states: dict[int, tuple[object, object]]
+) -> Iterable[Iterable[Any]]:
+    if id(container) in states:
+        return ((states[id(container)][1],),)
+    if type(container) is dict:
+        return (container, container.values())
+    if type(container) is OrderedDict:
+        metadata = getattr(container, "_metadata", None)
+        return (container, container.values(), (metadata,))
+    return (container,)
+
+
+def _mapping(items: list[Any], kind: type[dict[Any, Any]]) -> dict[Any, Any]:
+    if len(items) % 2:
+        raise CodecError("a mapping has a key without a value")
+    return kind(zip(items[::2], items[1::2], strict=True))
+
+
+def _unpack_ordered_dict(unpacker: Unpacker, body: memoryview) -> Any:
+    pairs, *metadata = unpacker.decode_list(body, 1)
+    if type(pairs) is not list or len(metadata) > 1:
+        raise CodecError("an OrderedDict is malformed")
+    mapping = _mapping(pairs, OrderedDict)
+    if metadata:
+        mapping._metadata = metadata[0]  # type: ignore[attr-defined]
+    return mapping
+
+
+def _unpack_complex(unpacker: Unpacker, body: memoryview) -> complex:
+    return complex(*struct.unpack(">dd", body))
+
+
+def _unpack_int(unpacker: Unpacker, body: memoryview) -> int:
+    if body.nbytes > ext.MAX_INT_BYTES:
+        raise CodecError(
+            f"an int of {body.nbytes} bytes, the limit is {ext.MAX_INT_BYTES}"
+        )
+    return int.from_bytes(body, "big", signed=True)
+
+
+def _unpack_datetime(unpacker: Unpacker, body: memoryview) -> datetime.datetime:
+    year, month, day = struct.unpack_from(">H2B", body)
+    clock = _clock(body[4:])
+    return datetime.datetime.combine(datetime.date(year, month, day), clock)
+
+
+def _unpack_date(unpacker: Unpacker, body: memoryview) -> datetime.date:
+    return datetime.date(*struct.unpack(">H2B", body))
+
+
+def _unpack_time(unpacker: Unpacker, body: memoryview) -> datetime.time:
+    return _clock(body)
+
+
+def _clock(body: memoryview) -> datetime.time:
+    zone = None
+    if body.nbytes > 8:
+        (offset,) = struct.unpack(">q", body[8:])
+        zone = datetime.timezone(datetime.timedelta(microseconds=offset))
+    hour, minute, second, fold, microsecond = struct.unpack_from(">4BI", body)
+    return datetime.time(hour, minute, second, microsecond, zone, fold=fold)
+
+
+def _unpack_timedelta(unpacker: Unpacker, body: memoryview) -> datetime.timedelta:
+    return datetime.timedelta(*struct.unpack(">iII", body))
+
+
+def _unpack_bytearray(unpacker: Unpacker, body: memoryview) -> bytearray:
+    return bytearray(body)
+
+
+def _unpack_large_bytes(unpacker: Unpacker, body: memoryview) -> bytes:
+    return bytes(unpacker.take_any())
+
+
+def _unpack_large_bytearray(unpacker: Unpacker, body: memoryview) -> bytearray:
+    return bytearray(unpacker.take_any())
+
+
+def _unpack_large_str(unpacker: Unpacker, body: memoryview) -> str:
+    return str(unpacker.take_any(), "utf-8")
+
+
+def _unpack_array(unpacker: Unpacker, body: memoryview) -> Any:
+    from mq.arrays import unpack_array
+
+    _UNPACKERS[ext.ARRAY] = unpack_array  # from now on without this detour
+    return unpack_array(unpacker, body)
+
+
+def _unpack_scalar(unpacker: Unpacker, body: memoryview) -> Any:
+    from mq.arrays import unpack_scalar
+
+    _UNPACKERS[ext.SCALAR] = unpack_scalar
+    return unpack_scalar(unpacker, body)
+
+
+def _unpack_tensor(unpacker: Unpacker, body: memoryview) -> Any:
+    from mq.tensors import unpack_tensor
+
+    _UNPACKERS[ext.TENSOR] = unpack_tensor
+    return unpack_tensor(unpacker, body)
+
+
+_UNPACKERS: Final[dict[int, Callable[[Unpacker, memoryview], Any]]] = {
+    ext.ORDERED_DICT: _unpack_ordered_dict,
+    ext.COMPLEX: _unpack_complex,
+    ext.INT: _unpack_int,
+    ext.DATETIME: _unpack_datetime,
+    ext.DATE: _unpack_date,
+    ext.TIME: _unpack_time,
+    ext.TIMEDELTA: _unpack_timedelta,
+    ext.BYTEARRAY: _unpack_bytearray,
+    ext.LARGE_BYTES: _unpack_large_bytes,
+    ext.LARGE_BYTEARRAY: _unpack_large_bytearray,
+    ext.LARGE_STR: _unpack_large_str,
+    ext.ARRAY: _unpack_array,
+    ext.SCALAR: _unpack_scalar,
+    ext.TENSOR: _unpack_tensor,
+    ext.OBJECT: Unpacker.unpack_object,
+    ext.PICKLE: Unpacker.unpack_pickle,
+}

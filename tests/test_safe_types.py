@@ -1,0 +1,325 @@
+"""Registered types travel as data; other objects do not, but for pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import pathlib
+import zoneinfo
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from payload_checks import CODEC, area_of, same, travel
+from tensordict import TensorDict
+
+from mq import extensions as ext
+from mq.codec import Codec, add_safe_types
+from mq.errors import CodecError, UntrustedPayload
+from mq.frames import assemble
+
+Ext = msgspec.msgpack.Ext
+pack = msgspec.msgpack.encode
+
+
+class Color(enum.Enum):
+    """An enumeration."""
+
+    RED = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A dataclass that checks what it is built from."""
+
+    observation: Any
+    reward: float = 0.0
+    norm: float = dataclasses.field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reward, str):
+            raise ValueError("a reward is a number")
+        object.__setattr__(self, "norm", 2.0)
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    first: Any
+    second: Any
+
+
+class Box:
+    """An object with a pair of methods."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Box) and other.content == self.content
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it holds."""
+        return {"content": self.content}
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> Box:
+        """An equal one."""
+        return cls(state["content"])
+
+
+add_safe_types(Color, Step, Pair, Box, TensorDict)
+
+
+def test_registered_types_travel_without_functions() -> None:
+    """Dataclasses, enumerations and mapping pairs need their name only."""
+    step = Step(np.arange(3.0), 1.5)
+    object.__setattr__(step, "norm", 9.0)
+    found = travel({"s": [step, Color.RED], "b": Box((1, Box({2})))})
+    assert (found["s"][0].reward, found["s"][0].norm) == (1.5, 9.0)
+    assert found["s"][0].observation.tolist() == [0.0, 1.0, 2.0]
+    assert found["s"][1] is Color.RED
+    assert found["b"] == Box((1, Box({2})))
+    assert same(travel([Pair(1, Pair("x", (2,)))]), [Pair(1, Pair("x", (2,)))])
+    assert CODEC.encode([step, Color.RED]).needs == {
+        f"{__name__}:Step",
+        f"{__name__}:Color",
+    }
+    assert same(
+        travel({Color.RED: 1, (Color.RED, 2): 2}), {Color.RED: 1, (Color.RED, 2): 2}
+    )
+
+
+def test_a_tensordict_travels_once_registered() -> None:
+    """Nested entries, batch size, names, device and non-tensors are kept."""
+    sent = TensorDict(
+        {
+            "a": torch.arange(6).reshape(3, 2),
+            "n": {"b": torch.ones(3).bfloat16()},
+            "s": "hi",
+        },
+        batch_size=[3],
+        names=["time"],
+        device="cpu",
+    )
+    found = travel((sent, 1))[0]
+    assert type(found) is TensorDict
+    assert (found.batch_size, found.names, found.device) == (
+        (3,),
+        ["time"],
+        sent.device,
+    )
+    assert found["s"] == "hi"
+    assert same(found["a"], sent["a"])
+    assert same(found["n", "b"], sent["n", "b"])
+    assert found["n"].batch_size == (3,)
+    assert travel(TensorDict({"x": torch.ones(2)}, [])).device is None
+    assert CODEC.encode(sent).needs == {"tensordict:TensorDict"}
+
+
+def test_functions_make_any_type_travel_and_codecs_accept_it() -> None:
+    """A registration is seen by codecs that exist already."""
+
+    class Money:
+        def __init__(self, cents: int) -> None:
+            self.cents = cents
+
+    with pytest.raises(CodecError, match="Money"):
+        CODEC.encode(Money(3))
+    add_safe_types(Money, name="test:Money", encode=lambda m: m.cents, decode=Money)
+    assert "test:Money" in CODEC.accepts()
+    assert travel([Money(3)])[0].cents == 3
+
+
+def test_functions_that_raise_are_named() -> None:
+    """The application's error is the cause, the type and place are in the message."""
+
+    class Broken:
+        pass
+
+    add_safe_types(Broken, name="test:Broken", encode=lambda b: b.gone, decode=str)
+    with pytest.raises(CodecError, match=r"payload\[0\].*test:Broken.*gone") as caught:
+        CODEC.encode([Broken()])
+    assert caught.value.__cause__ is not None
+
+
+def test_registrations_that_cannot_work_are_refused() -> None:
+    """Each error says what is missing."""
+
+    class Plain:
+        pass
+
+    @dataclasses.dataclass
+    class Odd:
+        value: int
+        extra: dataclasses.InitVar[int]
+
+    for bad, problem in (
+        (Plain, "encode= and decode="),
+        (Odd, "does not take its fields"),
+        (3, "takes classes"),
+    ):
+        with pytest.raises(TypeError, match=problem):
+            add_safe_types(bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="both encode= and decode="):
+        add_safe_types(Plain, encode=str)
+    with pytest.raises(TypeError, match="exactly one"):
+        add_safe_types(Color, Step, name="x")
+    with pytest.raises(ValueError, match="is taken by"):
+        add_safe_types(Plain, name=f"{__name__}:Step", encode=str, decode=str)
+    for name in ("", "pickle", "x" * 256):
+        with pytest.raises(ValueError, match="cannot name a type"):
+            add_safe_types(Plain, name=name, encode=str, decode=str)
+    with pytest.raises(ValueError, match="builtins"):
+        add_safe_types(int, encode=str, decode=int)
+
+
+def test_a_class_defined_anew_replaces_the_old_one() -> None:
+    """As happens in notebooks and on reload."""
+
+    def define() -> type:
+        @dataclasses.dataclass
+        class Again:
+            value: int
+
+        return Again
+
+    first, second = define(), define()
+    add_safe_types(first)
+    add_safe_types(second)
+    assert type(travel(second(1))) is second
+    with pytest.raises(CodecError, match="is not data"):
+        CODEC.encode(first(1))
+
+
+class Stranger:
+    """Not registered."""
+
+    data: Any = None
+
+
+@pytest.mark.parametrize(
+    ("payload", "place"),
+    [
+        (Stranger(), "payload on topic"),
+        ({"a": [1, 2, 3, Step(Stranger())]}, r"payload\['a'\]\[3\]\.observation"),
+        ({(1, 2): {3: Stranger()}}, r"payload\[\(1, 2\)\]\[3\]"),
+        (OrderedDict(x=({1: Stranger()},)), r"payload\['x'\]\[0\]\[1\]"),
+    ],
+)
+def test_what_cannot_travel_is_refused_with_place_and_remedies(
+    payload: Any, place: str
+) -> None:
+    """The error names type, place, topic and both remedies."""
+    with pytest.raises(CodecError, match=place) as caught:
+        CODEC.encode(payload, "weights")
+    for part in (
+        "Stranger",
+        "'weights'",
+        "mq.add_safe_types(Stranger)",
+        "allow_pickle=True",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        (torch.eye(2).to_sparse(), "to_dense"),
+        (torch.empty(2, device="meta"), "meta device"),
+        (np.array([object()]), r"\.astype"),
+        (np.zeros(2, [("a", "O")]), r"\.astype"),
+        (np.ma.masked_array([1]), "numpy.asarray"),
+        (np.rec.array([(1,)], dtype=[("a", "i4")]), "numpy.asarray"),
+        (memoryview(b"x"), r"bytes\("),
+        (range(3), r"list\("),
+        (defaultdict(int), "add_safe_types"),
+        (decimal.Decimal(1), "add_safe_types"),
+        (pathlib.PurePosixPath("x"), "add_safe_types"),
+        (torch.float32, "add_safe_types"),
+        (lambda: 1, "add_safe_types"),
+        ("\ud800", "surrogatepass"),
+        (np.str_("\ud800"), "surrogatepass"),
+        (np.zeros(1, [("\ud800", "<f4")]), "surrogatepass"),
+        (datetime.time(1, tzinfo=zoneinfo.ZoneInfo("Europe/Paris")), "fixed offset"),
+        (1 << (8 * ext.MAX_INT_BYTES), "its bytes"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_refusals_come_with_a_remedy(value: Any, remedy: str) -> None:
+    """What is refused although it looks like data says what to do."""
+    for payload in (value, {"a": value}, [(value,)]):
+        with pytest.raises(CodecError, match=remedy):
+            CODEC.encode(payload)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch is about to give them up
+def test_quantised_tensors_are_refused_with_a_remedy() -> None:
+    """Their numbers need a scale that is no part of a tensor's data."""
+    quantised = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    with pytest.raises(CodecError, match="dequantize"):
+        CODEC.encode(quantised)
+
+
+def test_messages_ask_for_unregistered_types_in_vain() -> None:
+    """The error names the type; nothing of it is imported or built."""
+    area = assemble(
+        pack(Ext(ext.OBJECT, pack(["os:system", {"command": "true"}]))), (), frozenset()
+    ).pack()
+    with pytest.raises(UntrustedPayload, match="'os:system'"):
+        CODEC.decode(memoryview(area))
+
+
+def test_pickle_needs_permission_on_both_sides() -> None:
+    """Without it neither side touches an arbitrary object."""
+    trusting = Codec(allow_pickle=True)
+    frames = trusting.encode({"x": [fraction := decimal.Decimal("1.5")]})
+    assert frames.needs == {"pickle"}
+    assert "pickle" in trusting.accepts()
+    assert "pickle" not in CODEC.accepts()
+    assert same(travel({"x": [fraction]}, trusting), {"x": [fraction]})
+    with pytest.raises(UntrustedPayload, match="allow_pickle=True"):
+        CODEC.decode(area_of(frames))
+    with pytest.raises(CodecError, match="cannot be pickled"):
+        trusting.encode([lambda: 1])
+    broken = assemble(
+        pack(Ext(ext.PICKLE, pack([3]))), (memoryview(b"abc"),), frozenset()
+    )
+    with pytest.raises(CodecError, match="unpickling raised"):
+        trusting.decode(area_of(broken))
+
+
+def test_pickled_arrays_travel_out_of_band() -> None:
+    """Pickle's own buffers are views on both sides."""
+    trusting = Codec(allow_pickle=True)
+    sent = Stranger()
+    sent.data = np.arange(10_000.0)
+    frames = trusting.encode(sent)
+    assert frames.buffers[1].nbytes == 80_000
+    assert frames.buffers[0].nbytes < 1000
+    sent.data[0] = 5.0
+    area = area_of(frames)
+    found = trusting.decode(area).data
+    assert (found[0], found[-1]) == (5.0, 9999.0)
+    found[-1] = 7.0
+    assert bytes(area[-8:]) == np.array(7.0).tobytes()
+
+
+def test_registered_types_from_outside_cannot_break_the_receiver() -> None:
+    """Wrong fields, refusals of the type and any exception become CodecError."""
+    name = f"{__name__}:Step"
+    good = {"observation": 1, "reward": 2.0, "norm": 1.0}
+    for state, problem in (
+        ({}, "in place of the fields"),
+        ([], "in place of the fields"),
+        ({**good, "other": 1}, "in place of the fields"),
+        ({**good, "reward": "x"}, "a reward is a number"),
+    ):
+        area = assemble(pack(Ext(ext.OBJECT, pack([name, state]))), (), frozenset())
+        with pytest.raises(CodecError, match=problem):
+            CODEC.decode(area_of(area))
