@@ -1,0 +1,224 @@
+"""Memory for messages, used again: new pages are several times slower than warm ones.
+
+A buffer returns to its pool when the last view of it dies. Finalizers run in any thread
+at any moment, even inside `Pool.take`, so all that they do is to append to a deque.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+ALIGNMENT: Final = 64
+REGION_BYTES: Final = 128 * 1024
+"""Buffers of this many bytes and more are mapped and pooled; others are allocated."""
+
+_STEPS = 8  # size classes in each power of two: rounding up wastes 12.5 % at most
+_ADVICE: Final = getattr(mmap, "MADV_HUGEPAGE", None)
+
+
+class PoolStats(NamedTuple):
+    """Counters of a pool; "in use" and "idle" are of now, the others since the start.
+
+    Attributes:
+        in_use: Regions of which views live.
+        in_use_bytes: Their size in bytes.
+        idle: Regions that wait to be used again.
+        idle_bytes: Their size in bytes.
+        hits: How many times `take` used an idle region.
+        misses: How many times `take` had to map a new one.
+        returned: Regions that came back.
+        small: How many times `take` was asked for less than `REGION_BYTES`.
+    """
+
+    in_use: int
+    in_use_bytes: int
+    idle: int
+    idle_bytes: int
+    hits: int
+    misses: int
+    returned: int
+    small: int
+
+
+class _Lease(np.ndarray[Any, Any]):
+    """The whole of a region in use; every view of it refers to it."""
+
+    _region: mmap.mmap | None = None
+    _returned: deque[mmap.mmap]
+
+    # A view of a lease that is a lease too starts without a region, by the class
+    # attribute, so a region has one owner and returns once.
+
+    def __del__(self) -> None:
+        if self._region is not None:
+            self._returned.append(self._region)
+
+
+class Pool:
+    """Buffers that are used again, for any thread.
+
+    A forked child starts with an empty pool; buffers that it inherited stay valid.
+
+    Args:
+        limit_bytes: How much idle memory is kept. It is enforced by the next `take`,
+            `trim` or `stats` after a buffer returns.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._hits = self._misses = self._back = self._small = 0
+        self._reset()
+        _pools.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._returned: deque[mmap.mmap] = deque()
+        # By size, the newest last; and the moment of each one's return.
+        self._idle: dict[int, list[tuple[float, mmap.mmap]]] = {}
+        self._idle_bytes = 0
+        self._in_use = self._in_use_bytes = 0
+
+    def take(self, nbytes: int) -> memoryview:
+        """A writable buffer of any content.
+
+        Returns:
+            1-D, format 'B', of exactly `nbytes` bytes, aligned to `ALIGNMENT`.
+
+        Raises:
+            MemoryError: The system has no such memory.
+        """
+        if nbytes < REGION_BYTES:
+            self._small += 1  # a count lost to a race does not matter
+            return _small(nbytes)
+        size = class_bytes(nbytes)
+        with self._lock:
+            self._collect()
+            region = self._pop(size)
+            self._in_use += 1
+            self._in_use_bytes += size
+        if region is None:
+            region = self._map(size)
+        lease = np.ndarray.__new__(_Lease, (nbytes,), np.uint8, region)
+        lease._returned = self._returned
+        lease._region = region
+        return memoryview(lease)
+
+    def trim(self, older_than_seconds: float = 0.0) -> None:
+        """Give idle memory back to the system, where it is idle for so long."""
+        horizon = time.monotonic() - older_than_seconds
+        with self._lock:
+            self._collect()
+            freed = [
+                (size, entry)
+                for size, entries in self._idle.items()
+                for entry in entries
+                if entry[0] <= horizon
+            ]
+            for size, entry in freed:
+                self._drop(size, entry)
+
+    def stats(self) -> PoolStats:
+        """The counters."""
+        with self._lock:
+            self._collect()
+            return PoolStats(
+                in_use=self._in_use,
+                in_use_bytes=self._in_use_bytes,
+                idle=sum(map(len, self._idle.values())),
+                idle_bytes=self._idle_bytes,
+                hits=self._hits,
+                misses=self._misses,
+                returned=self._back,
+                small=self._small,
+            )
+
+    def _map(self, size: int) -> mmap.mmap:
+        try:
+            return _map_region(size)
+        except OSError as error:
+            with self._lock:
+                self._in_use -= 1
+                self._in_use_bytes -= size
+            raise MemoryError(
+                f"no memory for a message buffer of {size} bytes: {error}; lower "
+                "max_message_bytes or window_bytes"
+            ) from error
+
+    def _pop(self, size: int) -> mmap.mmap | None:
+        entries = self._idle.get(size)
+        if not entries:
+            self._misses += 1
+            return None
+        self._hits += 1
+        self._idle_bytes -= size
+        return entries.pop()[1]
+
+    def _collect(self) -> None:
+        """Take in what finalizers returned; needs the lock."""
+        now = time.monotonic()
+        while self._returned:
+            region = self._returned.popleft()
+            size = len(region)
+            self._in_use -= 1
+            self._in_use_bytes -= size
+            self._back += 1
+            if size <= self._limit:
+                self._idle.setdefault(size, []).append((now, region))
+                self._idle_bytes += size
+        while self._idle_bytes > self._limit:
+            size = min(
+                (size for size, entries in self._idle.items() if entries),
+                key=lambda size: self._idle[size][0][0],
+            )
+            self._drop(size, self._idle[size][0])
+
+    def _drop(self, size: int, entry: tuple[float, mmap.mmap]) -> None:
+        # The mapping ends with its last reference: close() would refuse if, against all
+        # rules, somebody still had a view.
+        self._idle[size].remove(entry)
+        self._idle_bytes -= size
+
+
+def class_bytes(nbytes: int) -> int:
+    """The size of the regions that serve buffers of `nbytes` bytes."""
+    step = max(1 << (nbytes.bit_length() - 1), REGION_BYTES) // _STEPS
+    return -(-nbytes // step) * step
+
+
+def _map_region(size: int) -> mmap.mmap:
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if _ADVICE is not None:
+        try:
+            region.madvise(_ADVICE)
+        except OSError:  # a kernel without huge pages
+            pass
+    return region
+
+
+def _small(nbytes: int) -> memoryview:
+    memory: npt.NDArray[np.uint8] = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memory.data[start : start + nbytes]
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # Another thread may have held a lock, or been in the middle of a list.
+    for pool in list(_pools):
+        pool._reset()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,195 @@
+"""Pooled memory: used again after its last view, never before, and bounded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mq.buffers import ALIGNMENT, REGION_BYTES, Pool, class_bytes
+
+MIB = 1 << 20
+
+
+def address(view: memoryview) -> int:
+    """Where a buffer lies."""
+    found: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return found
+
+
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 63, 4096, REGION_BYTES - 1, REGION_BYTES, MIB + 1]
+)
+def test_a_buffer_is_writable_aligned_and_of_the_size_asked_for(nbytes: int) -> None:
+    """`take` gives 1-D bytes of exactly that size at a multiple of 64."""
+    view = Pool(MIB).take(nbytes)
+    assert (view.nbytes, view.format, view.ndim) == (nbytes, "B", 1)
+    assert not view.readonly
+    assert nbytes == 0 or address(view) % ALIGNMENT == 0
+    view[:] = b"\xa5" * nbytes
+    assert bytes(view) == b"\xa5" * nbytes
+
+
+@given(st.integers(REGION_BYTES, 1 << 40))
+def test_a_size_class_wastes_an_eighth_at_most(nbytes: int) -> None:
+    """Regions hold what they are for, with at most 12.5 % to spare."""
+    assert nbytes <= class_bytes(nbytes) <= nbytes * 1.125
+    assert class_bytes(class_bytes(nbytes)) == class_bytes(nbytes)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda view: view[10:20],
+        lambda view: memoryview(view)[5:].cast("B"),
+        lambda view: np.frombuffer(view, np.float32),
+        lambda view: np.frombuffer(view[64:128], np.float32)[2:4].reshape(2, 1),
+        lambda view: np.ndarray((4,), np.float32, view[:16]).view(np.int32),
+        lambda view: np.asarray(view.obj)[5:],
+        lambda view: view.obj[1:][1:],
+        lambda view: view.obj.view(),
+        lambda view: torch.frombuffer(view, dtype=torch.float32),
+        lambda view: torch.frombuffer(view[:64], dtype=torch.int16)[3:],
+        lambda view: torch.from_numpy(np.frombuffer(view[64:], np.uint8)).view(
+            torch.int8
+        ),
+    ],
+)
+def test_any_view_keeps_a_buffer_from_being_used_again(look: object) -> None:
+    """A region is idle only after the last view of any kind died, and then once."""
+    assert callable(look)
+    pool = Pool(8 * MIB)
+    view = pool.take(MIB)
+    start = address(view)
+    kept = look(view)
+    del view
+    assert pool.stats().in_use == 1
+    other = pool.take(MIB)
+    assert address(other) != start
+    del kept
+    assert pool.stats().returned == 1
+    again = pool.take(MIB)
+    assert address(again) == start
+    assert pool.stats().hits == 1
+    assert pool.stats().in_use == 2
+
+
+def test_the_region_that_came_back_last_is_used_first() -> None:
+    """Warm memory is preferred: the free list is a stack."""
+    pool = Pool(8 * MIB)
+    first, second = pool.take(MIB), pool.take(MIB)
+    last = address(first)
+    del second
+    del first
+    assert address(pool.take(MIB)) == last
+
+
+def test_idle_memory_is_bounded_and_the_oldest_goes_first() -> None:
+    """What came back over the limit is freed, beginning with what is idle longest."""
+    pool = Pool(3 * MIB)
+    views = [pool.take(MIB) for _ in range(5)]
+    starts = [address(view) for view in views]
+    while views:
+        del views[0]
+    assert pool.stats().idle == 3
+    assert pool.stats().idle_bytes == 3 * MIB
+    assert pool.stats().returned == 5
+    assert [address(pool.take(MIB)), pool.stats().idle] == [starts[-1], 3]
+    del_me = pool.take(16 * MIB)
+    del del_me
+    assert pool.stats().idle_bytes <= 3 * MIB
+
+
+def test_trim_frees_what_is_idle_for_long_enough() -> None:
+    """`trim` looks at how long a region is idle; without an age it frees all."""
+    pool = Pool(8 * MIB)
+    for view in [pool.take(MIB), pool.take(2 * MIB)]:
+        del view
+    pool.trim(older_than_seconds=3600)
+    assert pool.stats().idle == 2
+    pool.trim()
+    assert (pool.stats().idle, pool.stats().idle_bytes) == (0, 0)
+
+
+def test_small_buffers_are_counted_and_not_pooled() -> None:
+    """Below 128 KiB the allocator is fast enough."""
+    pool = Pool(8 * MIB)
+    view = pool.take(REGION_BYTES - 1)
+    assert pool.stats() == (0, 0, 0, 0, 0, 0, 0, 1)
+    del view
+
+
+def test_a_view_outlives_its_pool() -> None:
+    """Dropping the pool does not touch memory in use."""
+    view = Pool(8 * MIB).take(MIB)
+    view[:] = b"\x01" * MIB
+    assert bytes(view[:4]) == b"\x01" * 4
+
+
+def test_threads_never_share_a_buffer() -> None:
+    """Every buffer has one owner, however many threads take and drop."""
+    pool = Pool(64 * MIB)
+    wrong: list[int] = []
+
+    def work(mark: int) -> None:
+        for _ in range(300):
+            held = [pool.take(MIB // 4 + 4096 * (mark % 2)) for _ in range(3)]
+            for view in held:
+                view[:8] = mark.to_bytes(8, "little")
+            wrong.extend(1 for view in held if view[0] != mark)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    stats = pool.stats()
+    assert (stats.in_use, stats.in_use_bytes) == (0, 0)
+    assert stats.returned == stats.hits + stats.misses == 4 * 300 * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_an_empty_pool_that_works() -> None:
+    """Fork with the lock held elsewhere: the child takes, and keeps what it had."""
+    pool = Pool(8 * MIB)
+    held, idle = pool.take(MIB), pool.take(MIB)
+    held[:4] = b"held"
+    del idle
+    with pool._lock:  # as if another thread were in the middle of take
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)  # a lock that nobody will release
+            status = 1
+            try:
+                view = pool.take(MIB)
+                view[:] = b"\x02" * MIB
+                good = bytes(held[:4]) == b"held" and pool.stats().in_use == 1
+                del view, held
+                status = 0 if good and pool.stats().in_use == 0 else 1
+            finally:
+                os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert pool.stats().in_use == 1
+
+
+def test_what_cannot_be_mapped_is_a_memory_error_that_leaves_no_trace() -> None:
+    """An absurd size raises MemoryError and is not counted as in use."""
+    pool = Pool(8 * MIB)
+    with pytest.raises(MemoryError, match="message buffer"):
+        pool.take(1 << 60)
+    assert pool.stats().in_use_bytes == 0
+
+
+def test_taking_and_dropping_does_not_grow_the_process() -> None:
+    """A thousand large buffers in turn use the memory of one."""
+    pool = Pool(64 * MIB)
+    for _ in range(1000):
+        pool.take(16 * MIB)[:: 1 << 20].tolist()
+    assert (pool.stats().misses, pool.stats().hits) == (1, 999)
