@@ -1,0 +1,346 @@
+"""Where the members of a group find each other: `open_rendezvous` and `Rendezvous`."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+from urllib.parse import unquote, urlsplit
+
+from mq.errors import MQError
+from mq.rendezvous.record import Claim, Entry, Record
+from mq.rendezvous.store import Store
+
+__all__ = ["Claim", "Entry", "Record", "Rendezvous", "open_rendezvous"]
+
+MAX_GROUP_CHARACTERS = 100
+
+_log = logging.getLogger(__name__)
+
+
+class Rendezvous:
+    """The records of one group, for the members of this process.
+
+    `claim`, `records` and `remove` may take up to the time-out, and raise `PeerLost`
+    where the store cannot be reached. `renew`, `recent` and `sweep` never wait and
+    never raise: on a slow store a thread of the rendezvous does the work. Every method
+    may be called from any thread.
+
+    Args:
+        store: Where the records are.
+
+    Attributes:
+        secret: The group's default secret; b"" where the rendezvous keeps none.
+        directory: A directory of mode 0700 on this host for socket files, or None.
+            Socket files directly in it are removed with the record that has their
+            address.
+        description: What and where it is, for people to read.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.secret = store.secret
+        self.directory = store.directory
+        self.description = store.description
+        self._store = store
+        self._pid = os.getpid()
+        self._mine: dict[str, Record] = {}
+        self._lost: set[str] = set()
+        self._recent: list[Entry] = []
+        self._version: str | None = None
+        self._is_failing = False
+        self._is_closing = False
+        self._lock = threading.Lock()
+        self._worker = _Worker(store.watched, self._return) if store.slow else None
+
+    def claim(self, record: Record, *, replaces: str | None = None) -> Claim:
+        """Take a name, atomically among all members.
+
+        Args:
+            record: Whose name to take; its generation is ignored.
+            replaces: Incarnation of a holder that may be displaced.
+
+        Returns:
+            `holder` None: the name is ours, and `record` has its generation, one more
+            than that of a displaced holder. Else who holds the name.
+        """
+        claim = self._store.claim(record, replaces=replaces)
+        if claim.holder is None:
+            with self._lock:
+                self._mine[record.name] = claim.record
+                self._lost.discard(record.incarnation)
+            if self._worker is not None:
+                self._worker.look_again()
+        return claim
+
+    def records(self) -> list[Entry]:
+        """Every stored record, this process's own included."""
+        return self._store.records()
+
+    def renew(self, record: Record) -> bool:
+        """Begin the lease anew, and write the record again if it is gone.
+
+        Args:
+            record: As `claim` returned it.
+
+        Returns:
+            False once it is known that another incarnation holds the name.
+        """
+        with self._lock:
+            self._mine[record.name] = record
+        self._later(lambda: self._renew(record))
+        return record.incarnation not in self._lost
+
+    def recent(self) -> list[Entry]:
+        """The records as of some moment after the last change that a renewal noticed.
+
+        After a store lost its memory, members appear here that were not in `records`
+        when this member connected; they must be greeted.
+        """
+        return self._recent
+
+    def remove(self, name: str, incarnation: str) -> None:
+        """Give a name back if that incarnation holds it; else do nothing."""
+        with self._lock:
+            mine = self._mine.get(name)
+            if mine is not None and mine.incarnation == incarnation:
+                del self._mine[name]
+        self._store.remove(name, incarnation)
+
+    def sweep(self, name: str, incarnation: str) -> None:
+        """`remove`, but soon: for a member proven dead."""
+        self._later(
+            lambda: self._attempt(lambda: self._store.remove(name, incarnation))
+        )
+
+    def close(self) -> None:
+        """Give back the names of this process and free everything. Idempotent.
+
+        Does nothing in a forked child.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._is_closing = True
+        if self._worker is not None:
+            self._worker.stop()
+        with self._lock:
+            mine, self._mine = self._mine, {}
+        self._store.timeout = min(self._store.timeout, 1.0)
+        try:
+            for record in mine.values():
+                self._store.remove(record.name, record.incarnation)
+        except (MQError, ValueError) as error:
+            _log.warning("left a record at %s: %s", self.description, error)
+        finally:
+            self._store.close()
+            if self._worker is not None:
+                self._worker.close()
+
+    def abandon(self) -> None:
+        """Close inherited descriptors in a forked child, without harm to the parent."""
+        self._mine = {}
+        self._store.abandon()
+        if self._worker is not None:
+            self._worker.abandon()
+
+    def _later(self, job: Callable[[], None]) -> None:
+        if self._worker is None:
+            job()
+        else:
+            self._worker.submit(job)
+
+    def _return(self) -> None:
+        """After the store hung up: reach it again, and see that it knows us."""
+        self._attempt(self._store.version)
+        with self._lock:
+            mine = list(self._mine.values())
+        for record in mine:
+            self._renew(record)
+
+    def _renew(self, record: Record) -> None:
+        with self._lock:
+            if self._mine.get(record.name) != record:
+                return  # given back, or claimed anew, while this renewal waited
+        self._attempt(lambda: self._renew_now(record))
+
+    def _renew_now(self, record: Record) -> None:
+        if not self._store.renew(record):
+            with self._lock:
+                self._lost.add(record.incarnation)
+                if self._mine.get(record.name) == record:
+                    del self._mine[record.name]
+        version = self._store.version()
+        if version != self._version:
+            self._recent = self._store.records()
+            self._version = version
+
+    def _attempt(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except (MQError, ValueError) as error:
+            if not self._is_failing and not self._is_closing:
+                _log.warning("%s; sessions go on, and it is tried again", error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+
+class _Worker:
+    """A thread for what may take long, and to notice that the store hung up.
+
+    Args:
+        watched: The socket whose hang-up matters, if any at the moment.
+        on_hang_up: Called on the thread after each hang-up.
+    """
+
+    def __init__(
+        self, watched: Callable[[], int | None], on_hang_up: Callable[[], None]
+    ) -> None:
+        self._watched = watched
+        self._on_hang_up = on_hang_up
+        self._jobs: collections.deque[Callable[[], None]] = collections.deque(maxlen=64)
+        self._stopping = False
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._run, name="mq-rendezvous", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job soon; beyond 64 waiting ones the oldest is dropped."""
+        self._jobs.append(job)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Notice new jobs and a new socket."""
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._writer, b"\0")
+
+    def _run(self) -> None:
+        while not self._stopping:
+            if self._jobs:
+                self._jobs.popleft()()
+            elif self._wait():
+                self._on_hang_up()
+
+    def _wait(self) -> bool:
+        poller = select.poll()
+        poller.register(self._reader, select.POLLIN)
+        watched = self._watched()
+        if watched is not None and watched >= 0:
+            # Answers make the socket readable too; only its end is of interest here.
+            poller.register(watched, getattr(select, "POLLRDHUP", 0))
+        ready = {fd for fd, _ in poller.poll()}
+        if self._reader in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._reader, 4096)
+        return watched in ready
+
+    def stop(self) -> None:
+        """Begin no further job."""
+        self._stopping = True
+        self.look_again()
+
+    def close(self) -> None:
+        """Wait for the thread, whose job the closed store has ended; idempotent."""
+        self._thread.join(5.0)
+        self._free()
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child."""
+        self._lock = threading.Lock()  # the parent's may have been held at the fork
+        self._free()
+
+    def _free(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._reader)
+                os.close(self._writer)
+
+
+def open_rendezvous(
+    spec: str | None, *, group: str, secret: bytes | None, timeout: float
+) -> Rendezvous:
+    """Open the rendezvous of a group.
+
+    Args:
+        spec: None: a directory of this user on this host. ``file:///path``: a directory
+            that all hosts see. ``tcp://host:port``: a service that a member hosts.
+            ``env://``: torchrun's store.
+        group: Name of the group, 1 to 100 printable characters.
+        secret: What all members know, if anything.
+        timeout: Seconds for opening, and for each later call.
+
+    Raises:
+        ValueError: `spec` or `group` is malformed.
+        ConnectTimeout: Nobody answers at the address.
+        AuthenticationFailed: The service there knows another secret.
+        PeerLost: Another program listens there.
+        TransportUnavailable: It cannot be used from here.
+    """
+    check_group(group)
+    return Rendezvous(_open_store(spec, group, secret, timeout))
+
+
+def _open_store(
+    spec: str | None, group: str, secret: bytes | None, timeout: float
+) -> Store:
+    from mq.rendezvous import directory, paths
+
+    if spec is None:
+        base = paths.local_base()
+        return directory.DirectoryStore(base, group, shared=False, timeout=timeout)
+    scheme = spec.partition("://")[0]
+    if scheme == "file":
+        base = _shared_path(spec)
+        return directory.DirectoryStore(base, group, shared=True, timeout=timeout)
+    if scheme == "tcp":
+        from mq.rendezvous import tcp
+
+        host, port = tcp.parse_address(spec)
+        return tcp.TcpStore(host, port, group=group, secret=secret, timeout=timeout)
+    if spec == "env://":
+        from mq.rendezvous.torchrun import TorchrunStore
+
+        return TorchrunStore(group, timeout)
+    raise ValueError(
+        f"unknown rendezvous {spec!r}; known are tcp://host:port, file:///shared/path, "
+        "env:// (torchrun), and none at all for the members of one host"
+    )
+
+
+def _shared_path(spec: str) -> str:
+    parts = urlsplit(spec)
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or len(path) < 2 or "\0" in path:
+        raise ValueError(
+            f"rendezvous {spec!r} is not of the form file:///shared/path: three "
+            "slashes and an absolute path"
+        )
+    return path
+
+
+def check_group(group: str) -> None:
+    """Check the name of a group.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: It is empty, too long, or cannot be printed.
+    """
+    if not isinstance(group, str):
+        raise TypeError(f"a group is a str, not {type(group).__name__}")
+    if not 1 <= len(group) <= MAX_GROUP_CHARACTERS or not group.isprintable():
+        raise ValueError(
+            f"group {group[:120]!r} does not have 1 to {MAX_GROUP_CHARACTERS} "
+            "printable characters"
+        )

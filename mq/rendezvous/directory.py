@@ -1,0 +1,398 @@
+"""A rendezvous in a directory: of one user on one host, or on a shared file system.
+
+Each state of a name is a file of its own, ``m-<name's hash>-<generation>``: the
+holder's record as JSON, or nothing once the name was given back. Such a file comes into
+being complete by `link`, which also decides between claimants on NFS; the highest
+generation counts. Locks play no part in this. A lease is the age of that file by the
+clock of the file system itself, so clocks of hosts may differ; a renewal sets the time
+of the file that was read, never of one that replaced it.
+
+`lock` is held shared by every process that uses the directory. Who gets it exclusively
+was the last and removes everything. Where the file system has no locks, the directory
+with its key stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
+from mq.rendezvous.paths import make_private, safe_name
+from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
+from mq.rendezvous.store import CellStore, WarnOnce
+
+KEY_BYTES: Final = 32
+SWEEP_SECONDS: Final = 3600.0
+"""After this long, what crashed members left behind is removed by any other."""
+
+_MEMBER: Final = re.compile(r"m-[0-9a-f]{24}-([1-9][0-9]{0,18})")
+_NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class _File(NamedTuple):
+    """A member file that was read, or None, and when its lease began."""
+
+    name: str | None
+    renewed: float
+
+
+class DirectoryStore(CellStore[_File]):
+    """Records as files.
+
+    Args:
+        base: Directory for all groups. The user's own of this host is made and removed
+            as needed, and checked; a shared one must exist.
+        group: Name of the group.
+        shared: Whether `base` is on a file system that other hosts see too.
+        timeout: Seconds to wait for a last member that is just removing the directory.
+
+    Raises:
+        TransportUnavailable: The directory belongs to somebody else, is open to
+            others, or cannot be used.
+    """
+
+    def __init__(self, base: str, group: str, *, shared: bool, timeout: float) -> None:
+        self.timeout = timeout
+        self.path = os.path.join(base, safe_name(group))
+        self.directory = None if shared else self.path
+        self.slow = shared
+        self.description = f"directory {self.path}"
+        self._base = base
+        self._shared = shared
+        self._mutex = threading.RLock()
+        self._lock_fd: int | None = None
+        self._has_locks = True
+        self._closed = False
+        self._warn = WarnOnce()
+        self._parsed: dict[str, Record | None] = {}
+        try:
+            self._enter()
+            self.secret = self._share_key(None)
+            if not shared:
+                self._sweep_groups()
+        except OSError as error:
+            self.abandon()
+            if isinstance(error, ConnectTimeout):
+                raise
+            raise TransportUnavailable(
+                f"cannot meet in {self.path}: {error}; make it writable for this user, "
+                "or give another rendezvous"
+            ) from error
+        except BaseException:
+            self.abandon()
+            raise
+
+    # Entering and leaving
+
+    def _enter(self) -> None:
+        """Make the directory where needed, and hold its lock."""
+        deadline = time.monotonic() + self.timeout
+        pause = threading.Event()
+        while True:
+            if not self._shared:
+                make_private(self._base)
+            elif not os.path.isdir(self._base):
+                raise TransportUnavailable(
+                    f"the rendezvous directory {self._base} does not exist; create it, "
+                    "on a file system that all members see"
+                )
+            with contextlib.suppress(FileNotFoundError):  # the last member just left
+                make_private(self.path)
+                if self._try_lock():
+                    return
+            if time.monotonic() >= deadline:
+                raise ConnectTimeout(
+                    f"{self.path} was being removed for {self.timeout:g} s; if no "
+                    "process of the group runs any more, remove it yourself"
+                )
+            pause.wait(0.005)  # flock has no time-out
+
+    def _try_lock(self) -> bool:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self._file("lock"), flags, 0o600)
+        try:
+            self._has_locks = True
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                if isinstance(error, BlockingIOError):
+                    return False
+                if error.errno not in _NO_LOCKS:
+                    raise
+                self._has_locks = False
+            if not self._is_current(fd):
+                return False
+            old, self._lock_fd = self._lock_fd, fd
+            fd = -1 if old is None else old
+            return True
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _is_current(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.lstat(self._file("lock")))
+        except FileNotFoundError:
+            return False
+
+    def _share_key(self, key: bytes | None) -> bytes:
+        """The directory's key, which is `key` or a new one if there was none."""
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                found = self._slurp("key", KEY_BYTES)[0]
+                if len(found) != KEY_BYTES:
+                    raise TransportUnavailable(
+                        f"{self._file('key')} is damaged; end all members of the group "
+                        "and remove the directory"
+                    )
+                return found
+            self._publish(key or secrets.token_bytes(KEY_BYTES), "key")
+
+    def _stay(self) -> None:
+        """Come back if somebody, such as a cleaner of /tmp, removed the directory."""
+        if self._closed or self._lock_fd is None:
+            raise PeerLost(f"the rendezvous in {self.path} is closed", self.path)
+        if not self._is_current(self._lock_fd):
+            self._enter()
+        if self._share_key(self.secret) != self.secret:
+            self._warn(
+                "key",
+                "%s was removed while in use and made anew by others: members from "
+                "before and after cannot reach each other; keep cleaners off it, or "
+                "set MQ_SECRET in all members",
+                self.path,
+            )
+
+    def close(self) -> None:
+        with self._mutex:
+            fd, self._closed = self._lock_fd, True
+            if fd is None:
+                return
+            with contextlib.suppress(OSError):  # what stays is swept by the next member
+                if self._is_last(fd):
+                    _remove_files(self.path)
+            self.abandon()
+            # Not before the lock is closed: NFS keeps the names of open files.
+            with contextlib.suppress(OSError):
+                os.rmdir(self.path)
+                if not self._shared:
+                    os.rmdir(self._base)
+
+    def _is_last(self, fd: int) -> bool:
+        if not self._has_locks or not self._is_current(fd):
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        # Some mounts keep locks to the host; then only the leases speak for others.
+        return not self._shared or all(entry.expired for entry in self._list())
+
+    def _sweep_groups(self) -> None:
+        """Remove the directories of groups whose last member was killed long ago."""
+        for name in os.listdir(self._base):
+            path = os.path.join(self._base, name)
+            with contextlib.suppress(OSError):  # in use, or no directory of a group
+                age = time.time() - os.lstat(os.path.join(path, "lock")).st_mtime
+                if path != self.path and age > SWEEP_SECONDS:
+                    _remove_if_deserted(path)
+
+    def abandon(self) -> None:
+        fd, self._lock_fd = self._lock_fd, None
+        if fd is not None:
+            os.close(fd)
+
+    # Cells
+
+    def read(self, name: str) -> tuple[Cell | None, _File]:
+        with self._guard():
+            while True:
+                newest = self._newest().get(_hash(name))
+                if newest is None:
+                    return None, _File(None, 0.0)
+                with contextlib.suppress(FileNotFoundError):
+                    return self._load(newest)
+
+    def swap(self, name: str, token: _File, new: Cell) -> bool:
+        with self._guard():
+            mine = f"{_hash(name)}-{new.generation}"
+            text = "" if new.record is None else new.record.to_json()
+            if not self._publish(text.encode(), mine):
+                return False
+            files = [
+                file for file in os.listdir(self.path) if file.startswith(_hash(name))
+            ]
+            if any(_generation(file) > new.generation for file in files):
+                self._unlink(mine)  # we compared with a state long gone
+                return False
+            for file in files:
+                if _generation(file) < new.generation:
+                    self._sweep_sockets(file)
+                    self._unlink(file)
+            return True
+
+    def touch(self, name: str, token: _File, cell: Cell) -> bool:
+        with self._guard():
+            try:
+                for file in ("key", "lock", str(token.name)):  # cleaners look at ages
+                    os.utime(self._file(file))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def entry(self, cell: Cell, token: _File) -> Entry | None:
+        if cell.record is None:
+            return None
+        with self._guard():
+            return Entry(cell.record, max(0.0, self._now() - token.renewed))
+
+    def records(self) -> list[Entry]:
+        with self._guard():
+            return self._list()
+
+    def version(self) -> str:
+        with self._guard():
+            files = sorted(self._newest().values())
+            return hashlib.sha256(",".join(files).encode()).hexdigest()
+
+    def _list(self) -> list[Entry]:
+        newest, entries = self._newest(), []
+        now = self._now()
+        for file in newest.values():
+            try:
+                cell, token = self._load(file)
+            except FileNotFoundError:  # given back, or taken over, in this moment
+                continue
+            age = max(0.0, now - token.renewed)
+            if cell.record is not None:
+                entries.append(Entry(cell.record, age))
+            if age > SWEEP_SECONDS and (cell.record is None or entries[-1].expired):
+                self._sweep_sockets(file)
+                self._unlink(file)
+        self._parsed = {f: r for f, r in self._parsed.items() if f in newest.values()}
+        return sorted(entries, key=lambda entry: entry.record.name)
+
+    def _newest(self) -> dict[str, str]:
+        """The file of the highest generation by the hash of its name."""
+        newest: dict[str, str] = {}
+        for file in os.listdir(self.path):
+            if not _MEMBER.fullmatch(file):
+                continue
+            key = file.rpartition("-")[0]
+            if key not in newest or _generation(file) > _generation(newest[key]):
+                newest[key] = file
+        return newest
+
+    def _load(self, file: str) -> tuple[Cell, _File]:
+        if file in self._parsed:  # what is under a name never changes
+            renewed = os.lstat(self._file(file)).st_mtime
+            return Cell(_generation(file), self._parsed[file]), _File(file, renewed)
+        text, renewed = self._slurp(file, MAX_RECORD_BYTES)
+        record = None
+        if text:
+            try:
+                record = Record.from_json(text)
+                if _hash(record.name) != file.rpartition("-")[0]:
+                    raise ValueError(f"it is the record of {record.name!r}")
+            except ValueError as error:
+                record = None
+                path = self._file(file)
+                self._warn(file, "ignored the malformed record %s: %s", path, error)
+        self._parsed[file] = record
+        return Cell(_generation(file), record), _File(file, renewed)
+
+    # Files
+
+    def _file(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        with self._mutex:
+            try:
+                self._stay()
+                yield
+            except OSError as error:
+                if isinstance(error, (PeerLost, ConnectTimeout)):
+                    raise
+                raise PeerLost(
+                    f"the rendezvous directory {self.path} failed: {error}; check its "
+                    "file system's space and permissions",
+                    self.path,
+                ) from error
+
+    def _publish(self, content: bytes, name: str) -> bool:
+        """Make a complete file at once; False if there is one of that name."""
+        temporary = self._file(f"t-{secrets.token_hex(8)}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(temporary, flags, 0o600), "wb") as file:
+            file.write(content)
+        try:
+            os.link(temporary, self._file(name))
+        except FileExistsError:
+            # A repeated request on NFS says so too after a lost answer.
+            return os.stat(temporary).st_nlink == 2
+        finally:
+            os.unlink(temporary)
+        return True
+
+    def _slurp(self, name: str, limit: int) -> tuple[bytes, float]:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(self._file(name), flags), "rb") as file:
+            return file.read(limit + 1), os.fstat(file.fileno()).st_mtime
+
+    def _now(self) -> float:
+        """The file system's own clock, in its seconds."""
+        os.utime(self._file("lock"))
+        return os.stat(self._file("lock")).st_mtime
+
+    def _unlink(self, file: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._file(file))
+
+    def _sweep_sockets(self, file: str) -> None:
+        """Remove the socket files of a member that is gone or was replaced."""
+        with contextlib.suppress(OSError):
+            record = self._load(file)[0].record
+            for address in record.addresses if record is not None else ():
+                path = address.partition("://")[2]
+                if os.path.dirname(path) == self.path:
+                    if stat.S_ISSOCK(os.lstat(path).st_mode):
+                        os.unlink(path)
+
+
+def _remove_if_deserted(path: str) -> None:
+    lock = os.path.join(path, "lock")
+    fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.lstat(lock)):
+            _remove_files(path)
+    finally:
+        os.close(fd)
+    os.rmdir(path)
+
+
+def _remove_files(path: str) -> None:
+    for name in sorted(os.listdir(path), key="lock".__eq__):  # the lock comes last
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(path, name))
+
+
+def _hash(name: str) -> str:
+    return f"m-{hashlib.sha256(name.encode()).hexdigest()[:24]}"
+
+
+def _generation(file: str) -> int:
+    return int(file.rpartition("-")[2])

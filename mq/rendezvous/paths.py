@@ -1,0 +1,65 @@
+"""Where the directories of groups are, and that nobody else can enter them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import stat
+import tempfile
+from typing import Final
+
+from mq.errors import TransportUnavailable
+
+_MAX_PATH: Final = 70  # a unix socket's path has at most 107 bytes, with its name
+
+
+def safe_name(group: str) -> str:
+    """A short file name for a group: readable in part, and different for each group."""
+    digest = hashlib.sha256(group.encode()).hexdigest()[:16]
+    return f"{re.sub('[^A-Za-z0-9_]', '_', group)[:12]}-{digest}"
+
+
+def local_base() -> str:
+    """This user's directory for all groups on this host; it need not exist yet."""
+    places = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]
+    for place in places:
+        base = os.path.join(place, f"mq-{os.geteuid()}")
+        short = (
+            len(os.fsencode(base)) + len("/") + len(safe_name("g" * 12)) <= _MAX_PATH
+        )
+        if os.path.isabs(place) and short and os.access(place, os.W_OK | os.X_OK):
+            return base
+    raise TransportUnavailable(
+        f"no directory for the members of this host to meet: none of {places} is "
+        "writable and short enough for socket paths; set TMPDIR to one that is"
+    )
+
+
+def make_private(path: str) -> None:
+    """Make a directory only this user can enter, or check that it is one.
+
+    Raises:
+        TransportUnavailable: It is something else, or open to others.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return  # removed again by the last member; the caller tries once more
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "is not a directory"
+    elif found.st_uid != os.geteuid():
+        problem = f"belongs to user {found.st_uid}, not to user {os.geteuid()}"
+    elif found.st_mode & 0o077:
+        problem = (
+            f"is open to others (mode {stat.S_IMODE(found.st_mode):04o}, not 0700)"
+        )
+    else:
+        return
+    raise TransportUnavailable(
+        f"the rendezvous directory {path} {problem}; remove it, or set XDG_RUNTIME_DIR "
+        "or TMPDIR to a directory of your own"
+    )

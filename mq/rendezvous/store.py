@@ -1,0 +1,205 @@
+"""What a kind of rendezvous must provide, and how names are decided on any of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from mq.errors import ConnectTimeout, PeerLost
+from mq.rendezvous.record import (
+    Cell,
+    Claim,
+    Entry,
+    Record,
+    after_claim,
+    after_removal,
+    after_renewal,
+)
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Token = TypeVar("Token")
+
+
+class Store(ABC):
+    """Keeps the records of one group. `Rendezvous` is the front that members use.
+
+    Every method may be called from any thread and takes at most `timeout`
+    seconds. A store that cannot be reached raises `PeerLost`.
+
+    Attributes:
+        secret: The group's default secret; b"" where the store keeps none.
+        directory: A directory of mode 0700 on this host for socket files, if any.
+        description: What and where the store is, for people to read.
+        slow: Whether a call may take long, so that it must not be made by a thread
+            that has other duties.
+        timeout: Seconds that any call may take.
+    """
+
+    secret: bytes
+    directory: str | None
+    description: str
+    slow: bool = True
+    timeout: float
+
+    @abstractmethod
+    def claim(self, record: Record, *, replaces: str | None = None) -> Claim: ...
+
+    @abstractmethod
+    def records(self) -> list[Entry]: ...
+
+    @abstractmethod
+    def renew(self, record: Record) -> bool: ...
+
+    @abstractmethod
+    def remove(self, name: str, incarnation: str) -> None: ...
+
+    @abstractmethod
+    def version(self) -> str:
+        """Changes whenever the set of records does; cheaper than `records`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything, and end calls in other threads. Idempotent."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Close inherited descriptors in a forked child, without harm to the parent."""
+
+    def watched(self) -> int | None:
+        """A socket whose hang-up means that the records must be announced anew."""
+        return None
+
+
+class CellStore(Store, Generic[Token]):
+    """A store that can do one thing atomically: replace the cell of one name.
+
+    `Token` is what `swap` needs to know that the cell is still the one that was read.
+    """
+
+    @abstractmethod
+    def read(self, name: str) -> tuple[Cell | None, Token]:
+        """The cell of a name as it is now."""
+
+    @abstractmethod
+    def swap(self, name: str, token: Token, new: Cell) -> bool:
+        """Put `new` in place of the cell that `token` came with, unless it changed."""
+
+    @abstractmethod
+    def touch(self, name: str, token: Token, cell: Cell) -> bool:
+        """Begin the lease of a held cell anew, unless the cell changed."""
+
+    @abstractmethod
+    def entry(self, cell: Cell, token: Token) -> Entry | None:
+        """The record of a cell with its age; None for a free one."""
+
+    def claim(self, record: Record, *, replaces: str | None = None) -> Claim:
+        def step() -> Claim | None:
+            cell, token = self.read(record.name)
+            new = after_claim(cell, record, replaces)
+            if new is None and cell is not None:
+                holder = self.entry(cell, token)
+                return None if holder is None else Claim(record, holder)
+            if new is not None and new is cell:
+                return self._won(new) if self.touch(record.name, token, new) else None
+            if new is not None and self.swap(record.name, token, new):
+                return self._won(new)
+            return None
+
+        return self._retry(step, record.name)
+
+    @staticmethod
+    def _won(cell: Cell) -> Claim:
+        assert cell.record is not None
+        return Claim(cell.record, None)
+
+    def renew(self, record: Record) -> bool:
+        def step() -> bool | None:
+            cell, token = self.read(record.name)
+            new = after_renewal(cell, record)
+            if new is None:
+                return False
+            if new is cell:
+                return self.touch(record.name, token, new) or None
+            return self.swap(record.name, token, new) or None
+
+        return self._retry(step, record.name)
+
+    def remove(self, name: str, incarnation: str) -> None:
+        def step() -> bool | None:
+            cell, token = self.read(name)
+            new = after_removal(cell, incarnation)
+            return new is None or self.swap(name, token, new) or None
+
+        self._retry(step, name)
+
+    def _retry(self, step: Callable[[], T | None], name: str) -> T:
+        # A step fails only because another member's succeeded, so this ends soon.
+        deadline = time.monotonic() + self.timeout
+        while True:
+            result = step()
+            if result is not None:
+                return result
+            if time.monotonic() >= deadline:
+                raise PeerLost(
+                    f"the name {name!r} changed hands for {self.timeout:g} s at "
+                    f"{self.description}; start fewer members under one name",
+                    self.description,
+                )
+
+
+class WarnOnce:
+    """Logs each problem once, and remembers a bounded number of them."""
+
+    def __init__(self, limit: int = 256) -> None:
+        self._limit = limit
+        self._seen: set[str] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, key: str, message: str, *args: object) -> None:
+        with self._lock:
+            if key in self._seen or len(self._seen) >= self._limit:
+                return
+            self._seen.add(key)
+        _log.warning(message, *args)
+
+
+def bounded(
+    call: Callable[[], T], deadline: float, what: str, stopped: threading.Event
+) -> T:
+    """Run a call that cannot be interrupted so that the caller can be.
+
+    Args:
+        call: Runs on a thread of its own, which is left behind after the deadline.
+        deadline: By `time.monotonic`, in seconds.
+        what: What `call` does, for the error.
+        stopped: Ends the wait early when set.
+
+    Raises:
+        ConnectTimeout: The deadline has passed, or `stopped` was set.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # raised again where it can be handled
+            errors.append(error)
+        done.set()
+
+    threading.Thread(target=run, name="mq-rendezvous", daemon=True).start()
+    while not done.is_set():
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or stopped.is_set():
+            raise ConnectTimeout(f"{what} did not finish in time")
+        done.wait(min(remaining, 0.25))
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,345 @@
+"""A rendezvous at a TCP address, hosted by whichever member could bind it first.
+
+The service keeps records in memory only. When its process ends, every other member
+notices by its connection, one of them binds the address again, and all announce
+themselves anew. Sessions between members do not depend on it.
+
+Without a secret only loopback addresses are served; the key then lies in this user's
+rendezvous directory, so that it outlives whoever hosts and no other user can read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from mq.errors import (
+    AuthenticationFailed,
+    ConnectTimeout,
+    PeerLost,
+    TransportUnavailable,
+)
+from mq.rendezvous.channel import Address, Channel
+from mq.rendezvous.directory import DirectoryStore
+from mq.rendezvous.paths import local_base
+from mq.rendezvous.record import Claim, Entry, Record
+from mq.rendezvous.service import Service, listen
+from mq.rendezvous.store import Store, bounded
+
+_RETRY_SECONDS: Final = 0.1
+
+
+def parse_address(spec: str) -> tuple[str, int]:
+    """Host and port of ``tcp://host:port``.
+
+    Raises:
+        ValueError: It has another form.
+    """
+    try:
+        parts = urlsplit(spec)
+        host, port = parts.hostname, parts.port
+        if host and port and spec.count("@") == 0 and not any(parts[2:]):
+            return host, port
+    except ValueError:
+        pass
+    raise ValueError(
+        f"rendezvous {spec!r} is not of the form tcp://host:port, such as "
+        "tcp://127.0.0.1:29600"
+    )
+
+
+def _resolve(
+    host: str, port: int, deadline: float, stopped: threading.Event
+) -> Address:
+    def look_up() -> Address:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # All members on this host must choose alike, also where IPv6 is half set up.
+        found.sort(key=lambda item: item[0] != socket.AF_INET)
+        return Address(found[0][0], found[0][4])
+
+    try:
+        return bounded(
+            look_up, deadline, f"looking up the rendezvous host {host!r}", stopped
+        )
+    except socket.gaierror as error:
+        raise TransportUnavailable(
+            f"the rendezvous host {host!r} cannot be looked up: {error.strerror}; "
+            "check the spelling, or give its number"
+        ) from error
+
+
+def _is_loopback(address: Address) -> bool:
+    return ipaddress.ip_address(address.sockaddr[0].partition("%")[0]).is_loopback
+
+
+def _open_keyring(address: Address, timeout: float) -> DirectoryStore:
+    if not _is_loopback(address):
+        raise TransportUnavailable(
+            f"a rendezvous at {address} can be reached by others and needs a secret: "
+            "give all members the same secret= or MQ_SECRET"
+        )
+    group = f"\0{address}"  # not printable, so no group of members has this name
+    return DirectoryStore(local_base(), group, shared=False, timeout=timeout)
+
+
+def serve(
+    host: str, port: int, secret: bytes | None = None, timeout: float = 10.0
+) -> Service:
+    """Host a rendezvous in this process until the service is closed.
+
+    Args:
+        host: Name or number of an address of this host; only that one is bound.
+        port: Port; 0 chooses one, see `Service.address`.
+        secret: What members must know; None on loopback: the key of this user.
+        timeout: Seconds for looking up `host`.
+
+    Raises:
+        TransportUnavailable: The address is in use or not this host's, or is routable
+            and there is no secret.
+    """
+    deadline = time.monotonic() + timeout
+    address = _resolve(host, port, deadline, threading.Event())
+    try:
+        listener = listen(*address)
+    except OSError as error:
+        raise TransportUnavailable(
+            f"cannot serve a rendezvous at {address}: {error.strerror}; choose an "
+            "address of this host that no other program uses"
+        ) from error
+    if secret:
+        return Service(listener, secret)
+    try:
+        bound = Address(address.family, listener.getsockname())
+        keyring = _open_keyring(bound, timeout)
+    except BaseException:
+        listener.close()
+        raise
+    return Service(listener, keyring.secret, on_close=keyring.close)
+
+
+class TcpStore(Store):
+    """A client of the rendezvous service, and its host where there is none yet.
+
+    Args:
+        host: Host of the service, as a name or number.
+        port: Its port.
+        group: Name of the group.
+        secret: What all members know; None only on loopback.
+        timeout: Seconds that any call may take.
+    """
+
+    directory = None
+
+    def __init__(
+        self, host: str, port: int, *, group: str, secret: bytes | None, timeout: float
+    ) -> None:
+        deadline = time.monotonic() + timeout
+        self._group = group
+        self.timeout = timeout
+        self._stopped = threading.Event()
+        self._mutex = threading.Lock()
+        self._channel: Channel | None = None
+        self._service: Service | None = None
+        self._keyring: DirectoryStore | None = None
+        self._announced: dict[str, Record] = {}
+        self._version = ""
+        if host in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"rendezvous address {host!r} stands for all addresses; name one that "
+                "every member can reach"
+            )
+        self._address = _resolve(host, port, deadline, self._stopped)
+        self.description = f"service {self._address}"
+        if secret:
+            self._secret = self.secret = secret
+        else:
+            self._keyring = _open_keyring(self._address, timeout)
+            self._secret = self._keyring.secret
+            purpose = b"mq group " + group.encode()
+            self.secret = hmac.new(self._secret, purpose, hashlib.sha256).digest()
+        try:
+            with self._turn(deadline):
+                self._reach(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    # Requests
+
+    def claim(self, record: Record, *, replaces: str | None = None) -> Claim:
+        answer = self._call(do="claim", record=record.to_json(), replaces=replaces)
+        if "holder" in answer:
+            return Claim(record, _entry(answer["holder"], answer.get("age")))
+        won = Record.from_json(str(answer.get("record")))
+        self._announced[record.name] = won
+        return Claim(won, None)
+
+    def records(self) -> list[Entry]:
+        entries: list[Entry] = []
+        after, more = "", True
+        while more:
+            answer = self._call(do="records", after=after)
+            found = [_entry(item["record"], item["age"]) for item in answer["records"]]
+            entries += found
+            more = bool(answer["more"]) and bool(found)
+            after = found[-1].record.name if found else ""
+        return entries
+
+    def renew(self, record: Record) -> bool:
+        kept = bool(self._call(do="renew", record=record.to_json())["kept"])
+        if kept:
+            self._announced[record.name] = record
+        else:
+            self._announced.pop(record.name, None)
+        return kept
+
+    def remove(self, name: str, incarnation: str) -> None:
+        announced = self._announced.get(name)
+        if announced is not None and announced.incarnation == incarnation:
+            del self._announced[name]
+        if self._channel is None and self._stopped.is_set():
+            return
+        self._call(do="remove", name=name, incarnation=incarnation)
+
+    def version(self) -> str:
+        self._call(do="version")
+        return self._version
+
+    def watched(self) -> int | None:
+        channel = self._channel
+        return None if channel is None else channel.sock.fileno()
+
+    def close(self) -> None:
+        self._stopped.set()
+        with self._mutex:
+            self._drop()
+            service, self._service = self._service, None
+            if service is not None:
+                service.close()
+            keyring, self._keyring = self._keyring, None
+            if keyring is not None:
+                keyring.close()
+
+    def abandon(self) -> None:
+        self._stopped.set()
+        self._drop()
+        if self._service is not None:
+            self._service.abandon()
+        if self._keyring is not None:
+            self._keyring.abandon()
+
+    # The connection
+
+    def _call(self, **request: Any) -> dict[str, Any]:
+        """Ask the service, or whoever hosts it next; every request may be repeated."""
+        deadline = time.monotonic() + self.timeout
+        request["group"] = self._group
+        with self._turn(deadline):
+            while True:
+                answer = self._try(request, deadline)
+                if answer is None:
+                    continue
+                if "error" in answer:
+                    raise ValueError(f"{self.description} refused: {answer['error']}")
+                self._version = str(answer.get("version"))
+                return answer
+
+    def _try(self, request: dict[str, Any], deadline: float) -> dict[str, Any] | None:
+        try:
+            channel = self._channel or self._reach(deadline)
+        except ConnectTimeout as error:
+            raise PeerLost(str(error), str(self._address)) from error
+        try:
+            return channel.call(request, deadline)
+        except BaseException as error:  # also Ctrl-C: the answer would come later
+            self._drop()
+            if not isinstance(error, OSError):
+                raise
+            if self._stopped.is_set() or time.monotonic() >= deadline:
+                raise PeerLost(
+                    f"the rendezvous {self.description} does not answer: {error}; "
+                    "check the process that hosts it",
+                    str(self._address),
+                ) from error
+            return None
+
+    def _reach(self, deadline: float) -> Channel:
+        """Connect to the service, or become its host; then announce our records."""
+        while True:
+            try:
+                channel = Channel(self._address, self._secret, deadline, self._stopped)
+                self._announce(channel, deadline)
+                self._channel = channel
+                return channel
+            except (AuthenticationFailed, PeerLost):
+                raise
+            except OSError as error:
+                reason = error
+            if self._stopped.is_set() or time.monotonic() >= deadline:
+                raise ConnectTimeout(
+                    f"no rendezvous service answers at {self._address}: {reason}; "
+                    "start a member or `mq rendezvous` on that host, or check address "
+                    "and firewall, and that no other program uses the port"
+                ) from reason
+            if not self._host():
+                remaining = deadline - time.monotonic()
+                self._stopped.wait(max(0.0, min(_RETRY_SECONDS, remaining)))
+
+    def _host(self) -> bool:
+        """Become the host if the address is ours and free."""
+        if self._service is not None:
+            if self._service.is_serving:
+                return False
+            self._service.close()
+        try:
+            listener = listen(*self._address)
+        except OSError:
+            return False
+        self._service = Service(listener, self._secret)
+        return True
+
+    def _announce(self, channel: Channel, deadline: float) -> None:
+        try:
+            for record in list(self._announced.values()):
+                request = {
+                    "do": "renew",
+                    "group": self._group,
+                    "record": record.to_json(),
+                }
+                channel.call(request, deadline)
+        except BaseException:
+            channel.close()
+            raise
+
+    def _drop(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    @contextlib.contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        if self._stopped.is_set():
+            raise PeerLost(f"{self.description} is closed", str(self._address))
+        if not self._mutex.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise PeerLost(
+                f"{self.description} does not answer other calls of this process",
+                str(self._address),
+            )
+        try:
+            yield
+        finally:
+            self._mutex.release()
+
+
+def _entry(text: object, age: object) -> Entry:
+    if not isinstance(text, str) or not isinstance(age, (int, float)):
+        raise ValueError("the rendezvous service sent a malformed record")
+    return Entry(Record.from_json(text), float(age))

@@ -1,0 +1,266 @@
+"""A rendezvous in the key-value store that torchrun runs for its workers.
+
+mq is only ever a client of that store, and only under keys of its own: group, run id
+and restart count, so that nothing of an earlier attempt is seen. The store has no
+clock: a renewal changes a counter, and a lease ends when a reader has seen the same
+counter for so long. It has no authentication either, so it keeps no secret.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import importlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
+from mq.rendezvous.record import Cell, Entry, Record, load_json
+from mq.rendezvous.store import CellStore, WarnOnce, bounded
+
+T = TypeVar("T")
+
+VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_ABSENT: Final = "\0"  # neither a name nor a cell
+_RETRY_SECONDS: Final = 0.1
+
+
+def is_under_torchrun() -> bool:
+    """Whether the environment names a store to meet at."""
+    return all(os.environ.get(variable) for variable in VARIABLES)
+
+
+class _KeyValues(Protocol):
+    """What is used of torch.distributed.TCPStore."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+
+class _Stored(NamedTuple):
+    text: str
+    beat: int
+
+
+class TorchrunStore(CellStore[_Stored]):
+    """Records in torchrun's TCPStore.
+
+    Args:
+        group: Name of the group.
+        timeout: Seconds that any call may take.
+        environ: Where torchrun's variables are; default `os.environ`.
+
+    Raises:
+        ValueError: A variable is missing or malformed.
+        TransportUnavailable: torch is not installed.
+        ConnectTimeout: The store does not answer.
+    """
+
+    secret = b""
+    directory = None
+
+    def __init__(
+        self, group: str, timeout: float, environ: Mapping[str, str] | None = None
+    ) -> None:
+        environ = os.environ if environ is None else environ
+        host, port = _master(environ)
+        self.timeout = timeout
+        self.description = f"torchrun's store at {host}:{port}"
+        run = [
+            environ.get("TORCHELASTIC_RUN_ID", ""),
+            environ.get("TORCHELASTIC_RESTART_COUNT", ""),
+        ]
+        scope = hashlib.sha256(json.dumps([group, *run]).encode()).hexdigest()[:24]
+        self._prefix = f"mq/{scope}"
+        self._stopped = threading.Event()
+        # A store that stands still keeps the threads that ask it: a few, not all.
+        self._turns = threading.BoundedSemaphore(4)
+        self._beats: dict[str, tuple[_Stored, float]] = {}
+        self._warn = WarnOnce()
+        deadline = time.monotonic() + timeout
+        self._await_listener(host, port, deadline)
+        self._store: _KeyValues | None = self._open(host, port, deadline)
+
+    def _await_listener(self, host: str, port: int, deadline: float) -> None:
+        """Wait until somebody listens; TCPStore's own wait cannot be interrupted."""
+        while True:
+            remaining = deadline - time.monotonic()
+            try:
+                bounded(
+                    lambda: socket.create_connection((host, port), 2.0).close(),
+                    deadline,
+                    f"connecting to {host}:{port}",
+                    self._stopped,
+                )
+                return
+            except OSError as error:
+                if remaining <= 0 or isinstance(error, ConnectTimeout):
+                    raise ConnectTimeout(
+                        f"nobody listens at {self.description} (MASTER_ADDR and "
+                        "MASTER_PORT); start under torchrun, let rank 0 start its "
+                        "store first, or give another rendezvous"
+                    ) from error
+            self._stopped.wait(min(_RETRY_SECONDS, remaining))
+
+    def _open(self, host: str, port: int, deadline: float) -> _KeyValues:
+        try:
+            connect_to = importlib.import_module("torch.distributed").TCPStore
+        except (ImportError, AttributeError) as error:
+            raise TransportUnavailable(
+                "rendezvous env:// needs torch.distributed: pip install torch"
+            ) from error
+        patience = datetime.timedelta(seconds=max(1.0, deadline - time.monotonic()))
+
+        def connect() -> _KeyValues:
+            store: _KeyValues = connect_to(
+                host, port, is_master=False, timeout=patience, wait_for_workers=False
+            )
+            return store
+
+        try:
+            return bounded(connect, deadline, "opening the store", self._stopped)
+        except (RuntimeError, ConnectTimeout) as error:
+            raise ConnectTimeout(
+                f"{self.description} does not answer as a TCPStore: {error}; check "
+                "MASTER_ADDR and MASTER_PORT"
+            ) from error
+
+    def read(self, name: str) -> tuple[Cell | None, _Stored]:
+        key = self._key(name)
+        text = self._ask(functools.partial(_read_key, key))
+        if text == _ABSENT:
+            return None, _Stored("", 0)
+        try:
+            fields = load_json(text)
+            generation, beat = fields["generation"], fields["beat"]
+            if type(generation) is not int or type(beat) is not int:
+                raise ValueError("its numbers are none")
+            held = fields["record"]
+            record = None if held is None else Record.from_json(held)
+        except (ValueError, KeyError, TypeError) as error:
+            self._warn(name, "ignored a malformed record of %r: %s", name, error)
+            return Cell(1, None), _Stored(text, 0)
+        return Cell(generation, record), _Stored(text, beat)
+
+    def swap(self, name: str, token: _Stored, new: Cell) -> bool:
+        if not token.text:
+            self._list(name)
+        if not self._put(name, token, new, 0):
+            return False
+        self._ask(lambda store: store.add(f"{self._prefix}/changes", 1))
+        return True
+
+    def touch(self, name: str, token: _Stored, cell: Cell) -> bool:
+        return self._put(name, token, cell, token.beat + 1)
+
+    def _put(self, name: str, token: _Stored, cell: Cell, beat: int) -> bool:
+        record = None if cell.record is None else cell.record.to_json()
+        text = json.dumps(
+            {"generation": cell.generation, "beat": beat, "record": record}
+        )
+        key = self._key(name)
+        raw = self._ask(lambda store: store.compare_set(key, token.text, text))
+        return raw.decode(errors="replace") == text
+
+    def _list(self, name: str) -> None:
+        """Put the name on the list of names, before it can be held by anybody."""
+        index = self._ask(lambda store: store.add(f"{self._prefix}/names", 1)) - 1
+        self._ask(lambda store: store.set(f"{self._prefix}/name/{index}", name))
+
+    def _names(self) -> list[str]:
+        count = self._ask(lambda store: store.add(f"{self._prefix}/names", 0))
+        found = [
+            self._ask(functools.partial(_read_key, f"{self._prefix}/name/{index}"))
+            for index in range(count)
+        ]
+        return sorted(set(found) - {_ABSENT})
+
+    def entry(self, cell: Cell, token: _Stored) -> Entry | None:
+        if cell.record is None:
+            return None
+        now = time.monotonic()
+        stored, since = self._beats.get(cell.record.name, (None, now))
+        if stored != token:
+            since = now
+            self._beats[cell.record.name] = token, now
+        return Entry(cell.record, now - since)
+
+    def records(self) -> list[Entry]:
+        entries = []
+        for name in self._names():
+            cell, token = self.read(name)
+            entry = None if cell is None else self.entry(cell, token)
+            if entry is not None:
+                entries.append(entry)
+        return entries
+
+    def version(self) -> str:
+        return str(self._ask(lambda store: store.add(f"{self._prefix}/changes", 0)))
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._store = None  # its connection closes with the last call that uses it
+
+    def abandon(self) -> None:
+        self.close()
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/member/{name}"
+
+    def _ask(self, call: Callable[[_KeyValues], T]) -> T:
+        store = self._store
+        if store is None:
+            raise PeerLost(f"{self.description} is closed", self.description)
+        deadline = time.monotonic() + self.timeout
+        try:
+            self._take_turn(deadline)
+            work = functools.partial(self._work, call, store)
+            return bounded(work, deadline, "a request", self._stopped)
+        except (RuntimeError, ConnectTimeout) as error:
+            raise PeerLost(
+                f"{self.description} does not answer: {error}; check that torchrun's "
+                "agent, or the rank that hosts the store, still runs",
+                self.description,
+            ) from error
+
+    def _take_turn(self, deadline: float) -> None:
+        while not self._turns.acquire(timeout=0.25):
+            if self._stopped.is_set() or time.monotonic() >= deadline:
+                raise ConnectTimeout("earlier requests are still waiting")
+
+    def _work(self, call: Callable[[_KeyValues], T], store: _KeyValues) -> T:
+        try:
+            return call(store)
+        finally:
+            self._turns.release()
+
+
+def _master(environ: Mapping[str, str]) -> tuple[str, int]:
+    missing = [variable for variable in VARIABLES if not environ.get(variable)]
+    if missing:
+        raise ValueError(
+            f"rendezvous env:// needs {', '.join(missing)} in the environment; start "
+            "the program with torchrun, or give another rendezvous"
+        )
+    try:
+        port = int(environ["MASTER_PORT"])
+    except ValueError:
+        port = 0
+    if not 0 < port < 65536:
+        raise ValueError(f"MASTER_PORT {environ['MASTER_PORT']!r} is no port number")
+    return environ["MASTER_ADDR"], port
+
+
+def _read_key(key: str, store: _KeyValues) -> str:
+    # Comparing with what is never stored reads without ever waiting for the key.
+    return store.compare_set(key, _ABSENT, _ABSENT).decode(errors="replace")

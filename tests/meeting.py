@@ -1,0 +1,105 @@
+"""What the tests of the rendezvous share: records, processes, a torchrun-like store."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mq.process import here
+from mq.rendezvous import Record, Rendezvous, open_rendezvous
+
+DEADLINE = 60.0
+_spawn = multiprocessing.get_context("spawn")
+
+
+def record(name: str, incarnation: str = "a", **fields: Any) -> Record:
+    """A record of this process."""
+    known: dict[str, Any] = {
+        "generation": 0,
+        "backend": "zmq",
+        "addresses": (),
+        "labels": (),
+    }
+    known |= {"since": 0.0, "lease": 20.0, "process": here(), **fields}
+    return Record(name=name, incarnation=incarnation * 16, **known)
+
+
+def names(rendezvous: Rendezvous) -> list[str]:
+    """Who is recorded."""
+    return [entry.record.name for entry in rendezvous.records()]
+
+
+def eventually(predicate: Callable[[], bool], deadline: float = DEADLINE) -> None:
+    """Wait for what another thread or process does, up to a deadline."""
+    end, pause = time.monotonic() + deadline, threading.Event()
+    while not predicate():
+        assert time.monotonic() < end, "it did not happen in time"
+        pause.wait(0.005)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime directory of the test's own, short enough for socket paths."""
+    directory = tempfile.mkdtemp(prefix="mq")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+    yield Path(directory)
+    shutil.rmtree(directory)
+
+
+def free_port() -> int:
+    """A port of this host that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _open_store() -> Any:
+    distributed = importlib.import_module("torch.distributed")
+    return distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libuv() -> None:
+    """Make what torch's store makes once per process, before resources are counted."""
+    _open_store()
+
+
+@pytest.fixture
+def store_port() -> Iterator[int]:
+    """The port of a key-value store such as torchrun runs."""
+    store = _open_store()
+    yield store.port
+    del store
+
+
+def meet(spec: str | None, group: str = "g") -> Rendezvous:
+    """Open a rendezvous, with time enough for a loaded machine."""
+    return open_rendezvous(spec, group=group, secret=None, timeout=20.0)
+
+
+@contextlib.contextmanager
+def process_of(target: Callable[..., None], *args: object) -> Iterator[Any]:
+    """A process with a pipe to it; killed at the end if it still runs."""
+    ours, theirs = _spawn.Pipe()
+    child = _spawn.Process(target=target, args=(*args, theirs))
+    child.start()
+    theirs.close()
+    try:
+        assert ours.poll(DEADLINE), "the process did not report in time"
+        yield child, ours
+    finally:
+        child.kill()
+        child.join(DEADLINE)
+        child.close()
+        ours.close()

@@ -1,0 +1,273 @@
+"""What every kind of rendezvous promises."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from meeting import (
+    DEADLINE,
+    eventually,
+    free_port,
+    libuv,
+    meet,
+    names,
+    process_of,
+    record,
+    runtime,
+    store_port,
+)
+
+from mq.process import ProcessWatch
+from mq.rendezvous import Rendezvous
+
+__all__ = ["libuv", "runtime", "store_port"]  # fixtures
+
+KINDS = ["local", "shared", "tcp", "env"]
+
+
+@pytest.fixture(params=KINDS)
+def spec(
+    request: pytest.FixtureRequest, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> str | None:
+    """The argument that chooses each kind of rendezvous."""
+    if request.param == "env":
+        port = str(request.getfixturevalue("store_port"))
+        run = os.urandom(4).hex()
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": run,
+        }.items():
+            monkeypatch.setenv(name, value)
+    known = {
+        "local": None,
+        "shared": f"file://{runtime}",
+        "tcp": f"tcp://127.0.0.1:{free_port()}",
+        "env": "env://",
+    }
+    return known[request.param]
+
+
+@pytest.fixture
+def pair(spec: str | None) -> Iterator[tuple[Rendezvous, Rendezvous]]:
+    with contextlib.closing(meet(spec)) as one, contextlib.closing(meet(spec)) as two:
+        yield one, two
+
+
+Pair = tuple[Rendezvous, Rendezvous]
+
+
+def test_a_name_has_one_holder(pair: Pair) -> None:
+    """The first claim wins; the second one learns who holds the name."""
+    one, two = pair
+    won = one.claim(record("x", "a"))
+    assert (won.holder, won.record.generation) == (None, 1)
+    lost = two.claim(record("x", "b"))
+    assert lost.holder is not None
+    assert lost.holder.record == won.record
+    assert not lost.holder.expired
+
+
+def test_a_claim_may_be_repeated(pair: Pair) -> None:
+    """A claim whose answer was lost is answered again as it was."""
+    first = pair[0].claim(record("x"))
+    assert pair[0].claim(record("x")) == first
+
+
+def test_only_the_named_incarnation_is_displaced(pair: Pair) -> None:
+    """`replaces` takes the name from that incarnation alone, one generation on."""
+    one, two = pair
+    one.claim(record("x", "a"))
+    refused = two.claim(record("x", "c"), replaces="b" * 16)
+    assert refused.holder is not None
+    won = two.claim(record("x", "c"), replaces="a" * 16)
+    assert (won.holder, won.record.generation) == (None, 2)
+    again = one.claim(record("x", "d"), replaces="a" * 16)
+    assert again.holder is not None
+    assert again.holder.record.incarnation == "c" * 16
+
+
+def test_a_name_given_back_is_free_with_a_higher_generation(pair: Pair) -> None:
+    """`remove` is idempotent, for the holder only, and the past is not forgotten."""
+    one, two = pair
+    first = one.claim(record("x", "a")).record
+    one.remove("x", "b" * 16)
+    assert names(two) == ["x"]
+    one.remove("x", "a" * 16)
+    one.remove("x", "a" * 16)
+    two.remove("never held", "a" * 16)
+    assert names(two) == []
+    second = two.claim(record("x", "b"))
+    assert second.holder is None
+    assert second.record.generation > first.generation
+
+
+def test_everybody_sees_all_records_as_they_were_written(pair: Pair) -> None:
+    """Every field survives; an infinite lease too."""
+    written = [
+        pair[0].claim(record(f"mémber {i}", lease=math.inf, labels=("ü", "b"))).record
+        for i in range(5)
+    ]
+    for rendezvous in pair:
+        found = sorted(rendezvous.records(), key=lambda entry: entry.record.name)
+        assert [entry.record for entry in found] == written
+        assert not any(entry.expired for entry in found)
+
+
+def test_more_records_than_fit_one_answer_are_all_listed(pair: Pair) -> None:
+    """A listing has no limit that a group of large records would meet."""
+    large: dict[str, Any] = {"labels": ("y" * 250,) * 60}
+    for i in range(40):
+        pair[0].claim(record(f"m{i:02}", **large))
+    assert sorted(names(pair[1])) == [f"m{i:02}" for i in range(40)]
+
+
+def test_a_lease_ends_and_a_renewal_begins_it_anew(pair: Pair) -> None:
+    """Whether a lease has ended is told by the store's clock."""
+    one, two = pair
+    mine = one.claim(record("x", lease=0.3)).record
+
+    def expired() -> bool:
+        return two.records()[0].expired
+
+    eventually(expired)
+    assert one.renew(mine)
+    eventually(lambda: not expired())
+
+
+def test_a_renewal_restores_a_record_that_is_gone(pair: Pair) -> None:
+    """Whoever swept a member that lives is corrected by its next renewal."""
+    one, two = pair
+    mine = one.claim(record("x")).record
+    two.remove("x", mine.incarnation)
+    assert one.renew(mine)
+    eventually(lambda: names(two) == ["x"])
+
+
+def test_a_renewal_tells_who_was_displaced(pair: Pair) -> None:
+    """A displaced holder learns so, and does not disturb the new one."""
+    one, two = pair
+    mine = one.claim(record("x", "a")).record
+    two.claim(record("x", "b"), replaces="a" * 16)
+    eventually(lambda: not one.renew(mine))
+    assert [entry.record.incarnation for entry in two.records()] == ["b" * 16]
+
+
+def test_recent_follows_the_members(pair: Pair) -> None:
+    """A renewal notices members that were not there before."""
+    one, two = pair
+    mine = one.claim(record("x")).record
+    two.claim(record("y"))
+
+    def sees_both() -> bool:
+        one.renew(mine)
+        return {entry.record.name for entry in one.recent()} == {"x", "y"}
+
+    eventually(sees_both)
+
+
+def test_close_gives_back_only_own_names(pair: Pair) -> None:
+    """Members that close leave the records of the others."""
+    one, two = pair
+    one.claim(record("x"))
+    two.claim(record("y"))
+    two.close()
+    two.close()
+    eventually(lambda: one.renew(record("x")) and names(one) == ["x"])
+
+
+def test_close_leaves_nothing(spec: str | None, runtime: Path) -> None:
+    """No thread, descriptor or file stays behind the last member."""
+    meet(spec).close()  # loads what is loaded only once
+
+    def in_use() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = in_use()
+    members = [meet(spec) for _ in range(3)]
+    for i, member in enumerate(members):
+        member.claim(record(f"m{i}"))
+    for member in members:
+        member.close()
+    eventually(lambda: in_use() <= before)  # the store of env:// lives in this process
+    assert list(runtime.iterdir()) == []
+
+
+def test_groups_do_not_see_each_other(spec: str | None) -> None:
+    """A group has its own names."""
+    with contextlib.closing(meet(spec)) as one:
+        with contextlib.closing(meet(spec, "another")) as two:
+            one.claim(record("x"))
+            assert two.claim(record("x", "b")).holder is None
+
+
+def test_of_many_threads_one_displaces_the_holder(pair: Pair) -> None:
+    """Exactly one of those that compared with the same holder takes its place."""
+    pair[0].claim(record("x", "f"))
+    barrier = threading.Barrier(6)
+    winners: list[str] = []
+
+    def displace(incarnation: str) -> None:
+        barrier.wait(DEADLINE)
+        rendezvous = pair[int(incarnation) % 2]
+        claim = rendezvous.claim(record("x", incarnation), replaces="f" * 16)
+        if claim.holder is None:
+            winners.append(incarnation)
+
+    threads = [threading.Thread(target=displace, args=(str(i),)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert len(winners) == 1
+    assert pair[0].records()[0].record.incarnation == winners[0] * 16
+
+
+def _compete(spec: str | None, incarnation: str, pipe: Connection) -> None:
+    """Claim each name that comes through the pipe; then wait to be ended."""
+    with contextlib.closing(meet(spec)) as rendezvous:
+        pipe.send("ready")
+        for name in iter(pipe.recv, None):
+            pipe.send(rendezvous.claim(record(name, incarnation)).holder is None)
+
+
+def test_of_two_processes_exactly_one_gets_the_name(spec: str | None) -> None:
+    """Two processes that claim one name at once cannot both hold it."""
+    with process_of(_compete, spec, "a") as (_, one):
+        with process_of(_compete, spec, "b") as (_, two):
+            assert (one.recv(), two.recv()) == ("ready", "ready")
+            for name in map(str, range(50)):
+                one.send(name)
+                two.send(name)
+                assert sorted([one.recv(), two.recv()]) == [False, True]
+
+
+def test_the_record_of_a_killed_process_can_be_swept(spec: str | None) -> None:
+    """SIGKILL leaves a record that proves the death, and that others remove."""
+    with contextlib.closing(meet(spec)) as rendezvous:
+        mine = rendezvous.claim(record("survivor")).record
+        with process_of(_compete, spec, "a") as (child, pipe):
+            assert pipe.recv() == "ready"
+            pipe.send("victim")
+            assert pipe.recv() is True
+            child.kill()
+            child.join(DEADLINE)
+            (victim,) = (
+                entry.record
+                for entry in rendezvous.records()
+                if entry.record.name == "victim"
+            )
+            assert ProcessWatch(victim.process).ended() is True
+        rendezvous.sweep("victim", victim.incarnation)
+        rendezvous.renew(mine)
+        eventually(lambda: names(rendezvous) == ["survivor"])

@@ -1,0 +1,225 @@
+"""A rendezvous in a directory: whose it is, and what stays in it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import shutil
+import socket
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from meeting import (
+    DEADLINE,
+    meet,
+    names,
+    process_of,
+    record,
+    runtime,
+)
+
+from mq.errors import TransportUnavailable
+from mq.rendezvous import paths as place
+from mq.rendezvous.directory import DirectoryStore
+
+__all__ = ["runtime"]  # fixtures
+
+
+def _come_and_go(rounds: int, incarnation: str, pipe: Connection) -> None:
+    pipe.send("ready")
+    pipe.recv()
+    faults = []
+    for _ in range(rounds):
+        with contextlib.closing(meet(None)) as rendezvous:
+            assert rendezvous.directory is not None
+            mine = rendezvous.claim(record(incarnation, incarnation))
+            key = Path(rendezvous.directory, "key").read_bytes()
+            if mine.holder is not None or key != rendezvous.secret:
+                faults.append("another key")
+            if incarnation not in names(rendezvous):
+                faults.append("no record")
+    pipe.send(faults)
+
+
+def test_leaving_last_never_harms_who_just_joins(runtime: Path) -> None:
+    """While members come and go, each finds its key and record; at the end nothing."""
+    with process_of(_come_and_go, 150, "a") as (_, one):
+        with process_of(_come_and_go, 150, "b") as (_, two):
+            assert (one.recv(), two.recv()) == ("ready", "ready")
+            one.send("go")
+            two.send("go")
+            assert one.poll(DEADLINE)
+            assert one.recv() == []
+            assert two.poll(DEADLINE)
+            assert two.recv() == []
+    assert list(runtime.iterdir()) == []
+
+
+def test_a_removed_directory_is_made_again(runtime: Path) -> None:
+    """A cleaner of /tmp costs nothing but a renewal; the key stays the same."""
+    with contextlib.closing(meet(None)) as one, contextlib.closing(meet(None)) as two:
+        mine, theirs = one.claim(record("x")), two.claim(record("y"))
+        assert one.directory is not None
+        shutil.rmtree(one.directory)
+        assert one.renew(mine.record)
+        assert two.renew(theirs.record)
+        with contextlib.closing(meet(None)) as three:
+            assert names(three) == ["x", "y"]
+            assert one.secret == two.secret == three.secret
+
+
+def test_the_key_is_random_and_private(runtime: Path) -> None:
+    """Each life of a group has another key, and only the owner may read it."""
+    with contextlib.closing(meet(None)) as one:
+        first = one.secret
+        assert one.directory is not None
+        for path in (Path(one.directory), Path(one.directory, "key")):
+            assert path.stat().st_mode & 0o077 == 0
+    with contextlib.closing(meet(None)) as two:
+        assert len(first) == len(two.secret) == 32
+        assert first != two.secret
+
+
+def test_a_directory_open_to_others_is_refused(runtime: Path) -> None:
+    """The error names the directory, what is wrong, and the remedy."""
+    base = Path(place.local_base())
+    base.mkdir(mode=0o755)
+    with pytest.raises(TransportUnavailable, match=f"{base} is open.*0755.*remove it"):
+        meet(None)
+
+
+def test_a_symlink_in_place_of_the_directory_is_refused(runtime: Path) -> None:
+    """Nobody can direct a member to a directory of their choice."""
+    target = runtime / "elsewhere"
+    target.mkdir(mode=0o700)
+    Path(place.local_base()).symlink_to(target)
+    with pytest.raises(TransportUnavailable, match="is not a directory"):
+        meet(None)
+
+
+def test_a_directory_of_another_user_is_refused(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that somebody else made in our name is not trusted."""
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    Path(place.local_base()).mkdir(mode=0o700)
+    with pytest.raises(TransportUnavailable, match=f"belongs to user {owner}, not"):
+        meet(None)
+
+
+def test_a_shared_directory_must_exist(runtime: Path) -> None:
+    """A misspelt path is an error and not a group of one."""
+    with pytest.raises(TransportUnavailable, match="does not exist; create it"):
+        meet(f"file://{runtime}/missing")
+
+
+def test_a_malformed_record_is_ignored_with_one_warning(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rubbish neither counts as a member nor blocks a name."""
+    with contextlib.closing(meet(None)) as one:
+        one.claim(record("x"))
+        assert one.directory is not None
+        (file,) = Path(one.directory).glob("m-*")
+        file.unlink()
+        file.write_text('{"name": "x"}')
+        with contextlib.closing(meet(None)) as two, caplog.at_level(logging.WARNING):
+            assert names(two) == names(two) == []
+            assert two.claim(record("x", "b")).holder is None
+        assert caplog.text.count("malformed record") == 1
+
+
+def test_socket_files_go_with_the_record(runtime: Path) -> None:
+    """What SIGKILL leaves of a member is swept; nothing outside is touched."""
+    outside = runtime / "outside.sock"
+    with contextlib.closing(meet(None)) as one, socket.socket(socket.AF_UNIX) as s:
+        assert one.directory is not None
+        inside = Path(one.directory, "dead.sock")
+        s.bind(str(inside))
+        outside.touch()
+        addresses = (f"ipc://{inside}", f"ipc://{outside}", "tcp://127.0.0.1:1")
+        dead = one.claim(record("dead", addresses=addresses)).record
+        one.sweep("dead", dead.incarnation)
+        assert not inside.exists()
+        assert outside.exists()
+        outside.unlink()
+
+
+def test_without_locks_claims_hold_and_the_directory_stays(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system without flock loses only the removal at the end."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(95, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    spec = f"file://{runtime}"
+    with contextlib.closing(meet(spec)) as one, contextlib.closing(meet(spec)) as two:
+        assert one.claim(record("x", "a")).holder is None
+        assert two.claim(record("x", "b")).holder is not None
+    left = [path.name for path in runtime.rglob("*") if not path.name.startswith("m-")]
+    assert sorted(left) == sorted([place.safe_name("g"), "key", "lock"])
+
+
+def test_what_crashed_members_left_long_ago_is_removed(runtime: Path) -> None:
+    """Old tombstones and records with ended leases do not pile up."""
+    store = DirectoryStore(place.local_base(), "g", shared=False, timeout=5.0)
+    store.claim(record("given back"))
+    store.remove("given back", "a" * 16)
+    store.claim(record("crashed"))
+    store.claim(record("waits for proof only", lease=math.inf))
+    files = list(Path(store.path).glob("m-*"))
+    for path in files:
+        os.utime(path, (0, 0))
+    store.records()
+    assert len(files) == 3
+    assert len(list(Path(store.path).glob("m-*"))) == 1
+    store.close()
+
+
+def test_groups_that_died_long_ago_are_removed(runtime: Path) -> None:
+    """Where the last member was killed, a member of any other group cleans up."""
+    dead = [meet(None, group) for group in ("dead", "lives on", "died lately")]
+    for rendezvous in dead:
+        rendezvous.claim(record("x"))
+        assert rendezvous.directory is not None
+        if rendezvous is not dead[2]:
+            os.utime(Path(rendezvous.directory, "lock"), (0, 0))
+        if rendezvous is not dead[1]:
+            rendezvous.abandon()  # closes the lock as the end of the process would
+    with contextlib.closing(meet(None)) as living:
+        assert living.directory is not None
+        left = {path.name for path in Path(living.directory).parent.iterdir()}
+    assert left == {place.safe_name(g) for g in ("g", "lives on", "died lately")}
+    dead[1].close()
+
+
+def test_long_runtime_directories_are_passed_over(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket path in the directory of a group has room for a file name."""
+    long = runtime / ("d" * 100)
+    long.mkdir()
+    for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(variable, str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    path = os.path.join(place.local_base(), place.safe_name("g" * 100))
+    assert len(os.fsencode(path)) <= 70
+
+
+@given(st.lists(st.text(min_size=1, max_size=100), unique=True, max_size=20))
+def test_safe_names_are_short_and_do_not_collide(groups: list[str]) -> None:
+    """Groups that differ in anything, case or slashes, get different directories."""
+    groups = [group for group in groups if group.isprintable()]
+    safe = {place.safe_name(group).lower() for group in groups}
+    assert len(safe) == len(groups)
+    assert all(re.fullmatch(r"[a-z0-9_]{1,12}-[0-9a-f]{16}", name) for name in safe)

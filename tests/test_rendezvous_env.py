@@ -1,0 +1,53 @@
+"""A rendezvous in the store of torchrun."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from meeting import (
+    free_port,
+    libuv,
+    record,
+    store_port,
+)
+
+from mq.errors import ConnectTimeout
+from mq.rendezvous import open_rendezvous, torchrun
+
+__all__ = ["libuv", "store_port"]  # fixtures
+
+
+@pytest.mark.parametrize("missing", torchrun.VARIABLES)
+def test_env_names_the_missing_variable(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside torchrun the error says which variable is not set."""
+    for variable in torchrun.VARIABLES:
+        monkeypatch.setenv(variable, "1")
+    assert torchrun.is_under_torchrun()
+    monkeypatch.delenv(missing)
+    assert not torchrun.is_under_torchrun()
+    with pytest.raises(ValueError, match=f"needs {missing} in the environment"):
+        open_rendezvous("env://", group="g", secret=None, timeout=1.0)
+
+
+def test_env_gives_up_in_time_where_no_store_listens() -> None:
+    """The store's own wait, which nothing can interrupt, is never entered."""
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ["MASTER_PORT"] = str(free_port())
+    begin = time.monotonic()
+    with pytest.raises(ConnectTimeout, match="nobody listens at torchrun's store"):
+        torchrun.TorchrunStore("g", 0.5, environ)
+    assert time.monotonic() - begin < 10
+
+
+def test_env_does_not_see_an_earlier_attempt(store_port: int) -> None:
+    """The records of a run that was restarted are those of another group."""
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ |= {"MASTER_PORT": str(store_port), "TORCHELASTIC_RUN_ID": "restarted"}
+    for attempt in ("0", "1"):
+        environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        store = torchrun.TorchrunStore("g", 20.0, environ)
+        assert store.claim(record("x", attempt)).holder is None
+        store.close()

@@ -1,0 +1,422 @@
+"""The rendezvous service: who may talk to it, and what follows when its host dies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from meeting import (
+    DEADLINE,
+    eventually,
+    free_port,
+    names,
+    process_of,
+    record,
+    runtime,
+)
+
+from mq.errors import (
+    AuthenticationFailed,
+    ConnectTimeout,
+    MQError,
+    PeerLost,
+    TransportUnavailable,
+)
+from mq.rendezvous import Rendezvous, open_rendezvous, service, tcp, wire
+from mq.rendezvous.channel import Address, Channel
+
+__all__ = ["runtime"]  # fixtures
+
+SECRET = b"the group's secret"
+
+
+def meet(port: int, secret: bytes | None = SECRET, timeout: float = 20.0) -> Rendezvous:
+    spec = f"tcp://127.0.0.1:{port}"
+    return open_rendezvous(spec, group="g", secret=secret, timeout=timeout)
+
+
+@pytest.fixture
+def served() -> Iterator[service.Service]:
+    with contextlib.closing(tcp.serve("127.0.0.1", 0, SECRET)) as running:
+        yield running
+
+
+def port_of(running: service.Service) -> int:
+    return int(running.address.rpartition(":")[2])
+
+
+def dial(running: service.Service) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port_of(running)), DEADLINE)
+    sock.settimeout(DEADLINE)
+    return sock
+
+
+def is_dropped(sock: socket.socket) -> bool:
+    """Read to the end, which comes when the service has closed the connection."""
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def channel_to(running: service.Service) -> Channel:
+    address = Address(socket.AF_INET, ("127.0.0.1", port_of(running)))
+    deadline = time.monotonic() + DEADLINE
+    return Channel(address, SECRET, deadline, threading.Event())
+
+
+@contextlib.contextmanager
+def program(talk: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Another program, which talks to whoever connects first; yields its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(DEADLINE)
+
+        def run() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.settimeout(DEADLINE)
+                talk(sock)
+                is_dropped(sock)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+
+
+def test_random_bytes_disturb_nobody(
+    served: service.Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Strangers are dropped, counted and logged once, while members go on."""
+    chance = random.Random(7)
+    with caplog.at_level(logging.WARNING):
+        with contextlib.closing(meet(port_of(served))) as member:
+            for i in range(300):
+                with dial(served) as sock, contextlib.suppress(ConnectionError):
+                    sock.sendall(b"G" + chance.randbytes(chance.choice([8, 72, 5000])))
+                    assert is_dropped(sock)
+                if i % 50 == 0:
+                    member.claim(record(f"m{i}"))
+            assert len(names(member)) == 6
+    assert served.rejected == 300
+    assert caplog.text.count("another protocol") == 1
+
+
+def test_frames_after_authentication_are_checked_too(served: service.Service) -> None:
+    """A forged, altered or oversized frame ends its connection and nothing else."""
+    request = {"do": "version", "group": "g"}
+    with contextlib.closing(meet(port_of(served))) as member:
+        for place in (*range(36), 40, -1):
+            channel = channel_to(served)
+            frame = bytearray(channel._frames.seal(request))
+            frame[place] ^= 0x80
+            channel.sock.settimeout(DEADLINE)
+            with contextlib.suppress(ConnectionError):  # it did not read to the end
+                channel.sock.sendall(frame + bytes(1 << 17))
+            assert is_dropped(channel.sock)
+            channel.close()
+        assert served.rejected == 38
+        assert member.claim(record("x")).holder is None
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        *({}, {"group": "g"}, {"group": 7, "do": "claim"}, {"group": "g", "do": "no"}),
+        *(
+            {"group": "g", "do": "claim", "record": "{}"},
+            {"group": "g", "do": "remove"},
+        ),
+    ],
+)
+def test_a_mistaken_request_is_answered(
+    served: service.Service, request_: dict[str, object]
+) -> None:
+    """A member with a bug learns what was wrong, and stays connected."""
+    channel = channel_to(served)
+    for _ in range(2):
+        answer = channel.call(request_, time.monotonic() + DEADLINE)
+        assert answer["error"]
+    channel.close()
+
+
+def test_requests_sent_ahead_are_answered_in_turn(served: service.Service) -> None:
+    """A client need not wait for an answer before it sends the next request."""
+    channel = channel_to(served)
+    request = {"do": "records", "group": "g", "after": ""}
+    channel.sock.setblocking(True)
+    channel.sock.sendall(b"".join(channel._frames.seal(request) for _ in range(49)))
+    channel.sock.setblocking(False)
+    channel.call(request, time.monotonic() + DEADLINE)
+    for _ in range(49):
+        while channel._frames.open(channel._received) is None:
+            channel._receive(1 << 20, time.monotonic() + DEADLINE)
+    channel.close()
+
+
+def test_silent_strangers_are_dropped(
+    served: service.Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who connects and says nothing is dropped soon, and delays no member."""
+    monkeypatch.setattr(service, "GREETING_SECONDS", 0.5)
+    silent = [dial(served) for _ in range(20)]
+    with contextlib.closing(meet(port_of(served))) as member:
+        member.claim(record("x"))
+        for sock in silent:
+            assert is_dropped(sock)
+            sock.close()
+        assert names(member) == ["x"]
+
+
+def test_a_flood_of_strangers_cannot_keep_members_out(served: service.Service) -> None:
+    """Beyond a number of strangers the longest waiting one makes room."""
+    silent = [dial(served) for _ in range(service.MAX_STRANGERS + 20)]
+    with contextlib.closing(meet(port_of(served))) as member:
+        member.claim(record("x"))
+        assert served.rejected >= 20
+    for sock in silent:
+        sock.close()
+
+
+def test_a_wrong_secret_is_refused_at_once(served: service.Service) -> None:
+    """The error says what to compare."""
+    begin = time.monotonic()
+    with pytest.raises(AuthenticationFailed, match="the same secret= or MQ_SECRET"):
+        meet(port_of(served), b"another secret")
+    assert time.monotonic() - begin < 10
+    with contextlib.closing(meet(port_of(served))) as member:
+        assert names(member) == []
+
+
+def test_a_service_that_does_not_know_the_secret_is_refused() -> None:
+    """The proof is mutual: nothing is told to an impostor."""
+    seen: list[bytes] = []
+
+    def pose(sock: socket.socket) -> None:
+        sock.sendall(wire.MAGIC + bytes(wire.NONCE_BYTES))
+        seen.append(sock.recv(4096))
+        sock.sendall(b"\1" * wire.PROOF_BYTES)
+
+    with program(pose) as port, pytest.raises(AuthenticationFailed):
+        meet(port)
+    assert len(seen[0]) == wire.CLIENT_HELLO_BYTES
+    assert SECRET not in seen[0]
+
+
+def test_another_program_at_the_address_is_named() -> None:
+    """A port in use by something else is told apart from a wrong secret."""
+
+    def greet(sock: socket.socket) -> None:
+        sock.sendall(b"220 mail.example ESMTP\r\n")
+
+    with program(greet) as port:
+        with pytest.raises(PeerLost, match=f"another program listens on .*:{port}"):
+            meet(port)
+
+
+def test_a_silent_program_at_the_address_is_given_up_in_time() -> None:
+    """`timeout` bounds the wait for a greeting."""
+    begin = time.monotonic()
+    with program(lambda sock: None) as port, pytest.raises(ConnectTimeout) as caught:
+        meet(port, timeout=0.5)
+    assert 0.5 <= time.monotonic() - begin < 10
+    assert f"tcp://127.0.0.1:{port}" in str(caught.value)
+
+
+def test_an_address_that_nobody_serves_is_given_up_in_time() -> None:
+    """Where we can neither connect nor bind, the error says what to start."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))  # taken, but nobody listens
+        with pytest.raises(ConnectTimeout, match="start a member or `mq rendezvous`"):
+            meet(holder.getsockname()[1], timeout=0.5)
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    """An exception from a signal handler ends any wait within half a second."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with program(lambda sock: None) as port:
+            begin = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                meet(port, timeout=DEADLINE)
+        assert time.monotonic() - begin < 5
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_routable_addresses_need_a_secret() -> None:
+    """Without a secret only loopback is served, as host and as member."""
+    with pytest.raises(TransportUnavailable, match=r"needs a secret.*MQ_SECRET"):
+        open_rendezvous("tcp://192.0.2.1:5", group="g", secret=None, timeout=1.0)
+    with pytest.raises(TransportUnavailable, match=r"needs a secret.*MQ_SECRET"):
+        tcp.serve("0.0.0.0", 0)
+
+
+def test_a_service_without_members_serves_this_user(runtime: Path) -> None:
+    """`serve` needs no secret on loopback: members find the key in their directory."""
+    with contextlib.closing(tcp.serve("127.0.0.1", 0)) as running:
+        one, two = (meet(port_of(running), None) for _ in range(2))
+        assert one.secret == two.secret
+        assert len(one.secret) == 32
+        one.claim(record("x"))
+        assert names(two) == ["x"]
+        one.close()
+        two.close()
+    assert list(runtime.iterdir()) == []
+
+
+def test_an_occupied_address_cannot_be_served(served: service.Service) -> None:
+    """`serve` never joins a service that runs already."""
+    with pytest.raises(TransportUnavailable, match="cannot serve a rendezvous at"):
+        tcp.serve("127.0.0.1", port_of(served), SECRET)
+
+
+def _host(port: int, forks: bool, pipe: Connection) -> None:
+    """Host the service with a member of its own, until killed."""
+    rendezvous = meet(port)
+    rendezvous.claim(record("host", "f"))
+    if forks:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            rendezvous.abandon()
+            rendezvous.close()
+            pipe.send("abandoned")
+            pipe.close()
+            signal.pause()
+        pipe.send(child)
+    pipe.send("hosting")
+    pipe.recv()
+
+
+def test_survivors_take_over_from_a_killed_host() -> None:
+    """Without any call by them, and a newcomer then finds every survivor."""
+    port = free_port()
+    with process_of(_host, port, False) as (host, pipe):
+        assert pipe.recv() == "hosting"
+        with (
+            contextlib.closing(meet(port)) as one,
+            contextlib.closing(meet(port)) as two,
+        ):
+            mine = one.claim(record("one", "1")).record
+            theirs = two.claim(record("two", "2")).record
+            assert names(one) == ["host", "one", "two"]
+            host.kill()
+            host.join(DEADLINE)
+            with contextlib.closing(meet(port)) as newcomer:
+                newcomer.claim(record("three", "3"))
+                eventually(lambda: names(newcomer) == ["one", "three", "two"])
+                assert one.renew(mine)
+                assert two.renew(theirs)
+                eventually(
+                    lambda: (
+                        any(e.record.name == "three" for e in two.recent())
+                        or not two.renew(theirs)
+                    )
+                )
+
+
+def test_a_forked_child_does_not_keep_the_address() -> None:
+    """After `abandon` in the child, the death of the parent frees the address."""
+    port = free_port()
+    with process_of(_host, port, True) as (host, pipe):
+        said = [pipe.recv() for _ in range(3)]
+        child = next(item for item in said if isinstance(item, int))
+        try:
+            with contextlib.closing(meet(port)) as survivor:
+                survivor.claim(record("survivor"))
+                host.kill()
+                eventually(lambda: names(survivor) == ["survivor"])
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def freeze(pid: int) -> None:
+    """Stop a child process; a signal alone takes effect some time later."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def test_a_host_that_stands_still_stops_no_keeper() -> None:
+    """`renew` returns at once; what must wait gives up in time; then all goes on."""
+    port = free_port()
+    with process_of(_host, port, False) as (host, pipe):
+        assert pipe.recv() == "hosting"
+        with contextlib.closing(meet(port, timeout=1.0)) as member:
+            mine = member.claim(record("x")).record
+            freeze(host.pid)
+            begin = time.monotonic()
+            assert member.renew(mine)
+            assert time.monotonic() - begin < 0.5
+            with pytest.raises(PeerLost, match="answer"):
+                member.records()
+            os.kill(host.pid, signal.SIGCONT)
+
+            def answers() -> bool:
+                with contextlib.suppress(MQError):
+                    return names(member) == ["host", "x"]
+                return False
+
+            eventually(answers)
+
+
+def test_a_displaced_member_cannot_return_to_a_new_service() -> None:
+    """After the records were lost the higher generation is right, whoever is first."""
+    port = free_port()
+    with process_of(_host, port, False) as (host, pipe):
+        assert pipe.recv() == "hosting"
+        with (
+            contextlib.closing(meet(port)) as old,
+            contextlib.closing(meet(port)) as new,
+        ):
+            displaced = old.claim(record("x", "a")).record
+            holder = new.claim(record("x", "b"), replaces="a" * 16).record
+            host.kill()
+            host.join(DEADLINE)
+            eventually(lambda: new.renew(holder) and not old.renew(displaced))
+            eventually(lambda: names(new) == ["x"])
+            assert new.records()[0].record.incarnation == "b" * 16
+
+
+def test_close_in_one_thread_ends_a_call_in_another() -> None:
+    """`close` does not wait for a service that does not answer."""
+    port = free_port()
+    with process_of(_host, port, False) as (host, pipe):
+        assert pipe.recv() == "hosting"
+        member = meet(port, timeout=DEADLINE)
+        freeze(host.pid)
+        errors: list[BaseException] = []
+
+        def list_records() -> None:
+            try:
+                member.records()
+            except MQError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=list_records)
+        thread.start()
+        begin = time.monotonic()
+        member.close()
+        thread.join(DEADLINE)
+        assert time.monotonic() - begin < 10
+        assert isinstance(errors[0], PeerLost)
