@@ -1,0 +1,1 @@
+"""Publish/subscribe with the whole contract, over any `mq.transport.Link`."""

@@ -1,0 +1,83 @@
+"""Whether a peer that greets is welcome: group, backend, versions, names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mq.mesh import handshake as hs
+from mq.mesh.config import CODEC_VERSION
+from mq.mesh.handshake import Greeting, Refusal
+
+if TYPE_CHECKING:
+    from mq.mesh.mesh import Mesh
+
+
+def objection(mesh: Mesh, greeting: Greeting) -> Refusal | None:
+    """Why this peer is not welcome, or None.
+
+    A later life of a member that is in session takes its place; a later life of this
+    member itself ends this one.
+    """
+    config = mesh.config
+    if greeting.to and greeting.to != config.incarnation:
+        return Refusal(
+            hs.OTHER, f"this is {config.name!r}, not the member it looks for"
+        )
+    if greeting.group != config.group:
+        return Refusal(
+            hs.GROUP,
+            f"this is group {config.group!r}, not {greeting.group!r}; check the "
+            "addresses",
+        )
+    if greeting.incarnation == config.incarnation:
+        return Refusal(hs.SELF, "this is the same member")
+    if greeting.backend != config.backend:
+        return Refusal(
+            hs.BACKEND,
+            f"group {config.group!r} uses backend {config.backend!r}, not "
+            f"{greeting.backend!r}; connect with the same backend",
+        )
+    codec = greeting.versions.get("codec")
+    if codec != CODEC_VERSION:
+        return Refusal(
+            hs.VERSION,
+            f"it encodes with version {codec} of the codec and {config.name!r} "
+            f"with version {CODEC_VERSION}; install the same version of tensormq",
+        )
+    if mesh.leaving and not greeting.session:
+        return Refusal(hs.LEAVING, f"{config.name!r} is leaving the group")
+    if greeting.probe:
+        return None
+    return claim(mesh, greeting)
+
+
+def claim(mesh: Mesh, greeting: Greeting) -> Refusal | None:
+    """Why this peer cannot have its name, or None; fences an earlier holder."""
+    config = mesh.config
+    process = greeting.process
+    by = f"replaced by another {greeting.name!r}, pid {process.pid} on {process.host}"
+    if greeting.name == config.name:
+        if greeting.generation > config.generation:
+            mesh.replaced = by
+            mesh.changed += 1
+            return Refusal(hs.LEAVING, "replaced by this very member")
+        return _taken(config.greeting(), greeting)
+    holder = mesh.by_name(greeting.name)
+    if holder is None or holder.peer.incarnation == greeting.incarnation:
+        return None
+    if holder.watch is not None and holder.watch.ended():
+        mesh.forget(holder, "its process ended", proven=True)
+        return None
+    if greeting.generation > holder.peer.generation:
+        mesh.fence(holder, by)
+        return None
+    return _taken(holder.peer, greeting)
+
+
+def _taken(holder: Greeting, newcomer: Greeting) -> Refusal:
+    process = holder.process
+    return Refusal(
+        hs.NAME_TAKEN if newcomer.generation >= holder.generation else hs.REPLACED,
+        f"name {holder.name!r} is held by pid {process.pid} on {process.host}; choose "
+        "another name or end that process",
+    )

@@ -1,0 +1,123 @@
+"""Connections that are not yet those of a session: dials and greeters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from mq.mesh.handshake import Greeting, Handshake
+
+if TYPE_CHECKING:
+    from mq.mesh.session import Session
+    from mq.transport import Conn, Link
+
+FIRST_DELAY: Final = 0.02
+"""Seconds before the first repetition of a dial that failed; then doubled."""
+ATTEMPT_SECONDS: Final = 2.0
+"""Seconds after which an attempt to connect and greet is given up for the next."""
+MAX_GREETERS: Final = 512
+"""Accepted connections that have not greeted yet; beyond, the oldest is closed."""
+
+
+class Dial:
+    """Repeated attempts to reach one peer.
+
+    Attributes:
+        routes: Links and addresses to try in turn.
+        incarnation: Of the peer; "" where only an address is known: then an attempt
+            first just asks who is there.
+        session: The session to resume, or None for a new one.
+        returning: Whether the peer was in session with this member before, so that it
+            may be reached again whatever answers at its addresses now.
+        probe: Whether the peer is only asked if it is alive; `welcome` is its answer.
+        max_delay: Longest pause between attempts in seconds.
+        until: When to give up, by the mesh's clock; None: never.
+        error: Why the last attempt failed.
+        refusal: Code of a refusal that no repetition will change.
+        done: Whether a session was reached, or there is no more to try.
+    """
+
+    def __init__(
+        self,
+        routes: Sequence[tuple[Link, str]],
+        *,
+        incarnation: str = "",
+        name: str = "",
+        session: Session | None = None,
+        returning: bool = False,
+        probe: bool = False,
+        max_delay: float = 0.5,
+        until: float | None = None,
+    ) -> None:
+        self.routes = list(routes)
+        self.incarnation = incarnation
+        self.name = name
+        self.session = session
+        self.returning = returning or session is not None
+        self.blind = not incarnation
+        self.probe = probe
+        self.max_delay = max_delay
+        self.until = until
+        self.conn: Conn | None = None
+        self.address = routes[0][1] if routes else ""
+        self.attempt = 0
+        self.next_at = 0.0
+        self.error = ""
+        self.refusal = ""
+        self.welcome: Greeting | None = None
+        self.done = not routes
+
+    def next_route(self) -> tuple[Link, str]:
+        """The route of the next attempt."""
+        link, self.address = self.routes[self.attempt % len(self.routes)]
+        self.attempt += 1
+        return link, self.address
+
+    def identified(self, incarnation: str) -> None:
+        """It is known who answers at the route of the last attempt: take it again."""
+        self.incarnation = incarnation
+        self.conn = None
+        self.attempt -= 1
+
+    def failed(self, reason: str, now: float) -> None:
+        """An attempt failed; wait before the next round of routes."""
+        self.conn = None
+        self.error = reason
+        if self.blind:
+            self.incarnation = ""
+        rounds, rest = divmod(self.attempt, len(self.routes))
+        pause = 0.0
+        if not rest:
+            pause = min(self.max_delay, FIRST_DELAY * 2.0 ** min(rounds - 1, 16))
+        self.next_at = now + pause
+        if self.until is not None and self.next_at >= self.until:
+            self.done = True
+
+
+class Granted(NamedTuple):
+    """What WELCOME promised: a new session, or the old one (`resumes`)."""
+
+    greeting: Greeting
+    session_id: str
+    resumes: Session | None
+
+
+class Greeter:
+    """A connection in its handshake.
+
+    Attributes:
+        dial: The dial that opened it; None where the peer dialled.
+        deadline: When it is closed if it has not finished, by the mesh's clock.
+        greeted: Whether the first of the peer's two frames has come.
+        refused: Whether the peer is only to read what it was told, and to close.
+        granted: What WELCOME granted; it begins with the peer's first frame after
+            it, so that a connection which the peer gave up never replaces a session.
+    """
+
+    def __init__(self, secret: bytes, dial: Dial | None, deadline: float) -> None:
+        self.handshake = Handshake(secret, dialler=dial is not None)
+        self.dial = dial
+        self.deadline = deadline
+        self.greeted = False
+        self.refused = False
+        self.granted: Granted | None = None

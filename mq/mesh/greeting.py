@@ -1,0 +1,496 @@
+"""Who may become a peer: dials, handshakes, and what happens when names collide."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from mq.mesh import handshake as hs
+from mq.mesh import wire
+from mq.mesh.admission import claim, objection
+from mq.mesh.dial import ATTEMPT_SECONDS, MAX_GREETERS, Dial, Granted, Greeter
+from mq.mesh.handshake import Greeting, Refusal
+from mq.mesh.reader import Message
+from mq.mesh.wire import Malformed
+from mq.transport import Event, What
+
+if TYPE_CHECKING:
+    from mq.mesh.mesh import Mesh
+    from mq.mesh.session import Session
+    from mq.transport import Conn, Link
+
+logger = logging.getLogger(__name__)
+
+GREET_SECONDS: Final = 5.0
+"""How long an accepted connection may take to greet."""
+FATAL: Final = frozenset(
+    {hs.VERSION, hs.SECRET, hs.GROUP, hs.BACKEND, hs.NAME_TAKEN, hs.REPLACED}
+)
+"""Refusals that no repetition changes."""
+FINAL: Final = frozenset({hs.SELF, hs.LEAVING, hs.RESET})
+"""Refusals after which there is nothing more to reach."""
+
+
+class Greetings:
+    """Connections in their handshake, and dials under way."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._greeters: dict[Conn, Greeter] = {}
+        self.dials: list[Dial] = []
+
+    # -- dialling ----------
+
+    def routes(
+        self, addresses: Sequence[str], same_host: bool
+    ) -> list[tuple[Link, str]]:
+        """How a peer with these addresses can be reached, best first."""
+        return [
+            (link, address)
+            for link in self._mesh.links
+            for address in link.rank(addresses, same_host)
+        ]
+
+    def start(self, dial: Dial) -> Dial:
+        """Begin to dial; progress is in the attributes of `dial`."""
+        self.dials.append(dial)
+        self._attempt(dial, self._mesh.clock())
+        return dial
+
+    def redial(self, session: Session) -> None:
+        """Resume a session that this side dialled, from the next `poll` on."""
+        if self._mesh.leaving and not session.frames:
+            return
+        if any(dial.session is session and not dial.done for dial in self.dials):
+            return
+        self.dials.append(
+            Dial(
+                self._session_routes(session),
+                incarnation=session.peer.incarnation,
+                name=session.name,
+                session=session,
+                max_delay=0.25,
+            )
+        )
+
+    def dial_estranged(self, session: Session) -> None:
+        """Reach a peer again that was forgotten, from the next `poll` on."""
+        if self._mesh.leaving or not (session.dialled or self._mesh.config.dial_back):
+            return
+        timeout = session.timeout or 10.0
+        self.dials.append(
+            Dial(
+                self._session_routes(session),
+                incarnation=session.peer.incarnation,
+                name=session.name,
+                returning=True,
+                max_delay=2.0,
+                until=self._mesh.clock() + max(60.0, 30 * timeout),
+            )
+        )
+
+    def _session_routes(self, session: Session) -> list[tuple[Link, str]]:
+        same_host = session.peer.process.boot_id == self._mesh.config.process.boot_id
+        routes = self.routes(session.peer.addresses, same_host)
+        if session.dialled:
+            # The address that worked may be forwarded, unknown to the peer itself.
+            first = self.routes([session.dialled], same_host)
+            routes = first + [route for route in routes if route not in first]
+            if not self._mesh.config.dial_back:
+                routes = first
+        return routes
+
+    def _attempt(self, dial: Dial, now: float) -> None:
+        if dial.done:
+            return
+        if dial.session is not None and not dial.session.alive:
+            dial.done = True
+            return
+        known = self._mesh.sessions.get(dial.incarnation)
+        if known is not None and dial.session is None and not dial.probe:
+            dial.done = True
+            return
+        link, address = dial.next_route()
+        try:
+            conn = link.dial(address)
+        except (OSError, ValueError) as error:
+            dial.failed(f"{address}: {error}", now)
+            return
+        greeter = Greeter(self._mesh.config.secret, dial, now + ATTEMPT_SECONDS)
+        self._greeters[conn] = greeter
+        dial.conn = conn
+
+    def cancel(self, dial: Dial) -> None:
+        """Stop dialling."""
+        dial.done = True
+        if dial.conn is not None:
+            self._close(dial.conn)
+            dial.conn = None
+
+    # -- events ----------
+
+    def handle(self, event: Event) -> None:
+        """Something happened on a connection that belongs to no session."""
+        conn = event.conn
+        mesh = self._mesh
+        if event.what is What.ACCEPTED:
+            self._make_room()
+            deadline = mesh.clock() + GREET_SECONDS
+            self._greeters[conn] = Greeter(mesh.config.secret, None, deadline)
+            return
+        greeter = self._greeters.get(conn)
+        if greeter is None:
+            conn.close()
+            return
+        if event.what is What.OPENED:
+            self._send(conn, greeter, greeter.handshake.hello())
+        elif event.what is What.LOST:
+            self._fail(conn, greeter, event.reason or "connection lost")
+        elif event.what is What.READABLE:
+            self._read(conn, greeter)
+
+    def _make_room(self) -> None:
+        """Close the oldest connection that has not greeted, if there are many."""
+        strangers = [
+            conn
+            for conn, greeter in self._greeters.items()
+            if greeter.dial is None and greeter.granted is None
+        ]
+        if len(strangers) >= MAX_GREETERS:
+            self._mesh.stats.refused += 1
+            self._close(strangers[0])
+
+    def _read(self, conn: Conn, greeter: Greeter) -> None:
+        message = conn.receive()
+        if message is None:
+            return
+        head, nbody = message
+        if greeter.granted is not None:
+            self._begin(conn, greeter.granted, message)
+            return
+        if greeter.refused:
+            if nbody:
+                conn.discard_body()
+            return
+        try:
+            if nbody or len(head) > hs.MAX_GREETING_BYTES + 256:
+                raise Malformed("handshake frame with a body or too large")
+            self._step(conn, greeter, bytes(head))
+        except hs.VersionMismatch as error:
+            reason = f"{conn.address}: {error}"
+            if greeter.dial is None:
+                self._refuse(conn, greeter, hs.VERSION, str(error))
+            elif greeter.dial.returning:
+                self._fail(conn, greeter, reason)
+            else:
+                self._refuse_dial(conn, greeter.dial, hs.VERSION, reason)
+        except Malformed as error:
+            self._mesh.stats.malformed += 1
+            self._mesh.reader.complain("", conn.address, error)
+            self._fail(conn, greeter, f"malformed handshake: {error}")
+
+    def _step(self, conn: Conn, greeter: Greeter, raw: bytes) -> None:
+        shake = greeter.handshake
+        kind = raw[0] if raw else 0
+        if greeter.dial is None:
+            if kind == wire.HELLO and not greeter.greeted:
+                greeter.greeted = True
+                self._send(conn, greeter, shake.challenge(raw))
+            elif kind == wire.GREETING and greeter.greeted:
+                greeting = shake.greeting(raw)
+                if greeting is None:
+                    self._unproven(conn, greeter)
+                else:
+                    self._accept(conn, greeter, greeting)
+            else:
+                raise Malformed(f"handshake frame {kind} out of place")
+        elif kind == wire.CHALLENGE and not greeter.greeted:
+            if not shake.check_challenge(raw):
+                self._unproven(conn, greeter)
+                return
+            greeter.greeted = True
+            session = greeter.dial.session
+            greeting = self._mesh.config.greeting(
+                "" if session is None else session.id,
+                0 if session is None else session.received,
+                probe=greeter.dial.probe or not greeter.dial.incarnation,
+                leaving=self._mesh.leaving,
+                to=greeter.dial.incarnation,
+            )
+            self._send(conn, greeter, shake.seal(wire.GREETING, greeting))
+        elif kind == wire.WELCOME and greeter.greeted:
+            welcome = shake.greeting(raw)
+            if welcome is None:
+                self._unproven(conn, greeter)
+            else:
+                self._welcomed(conn, greeter, greeter.dial, welcome)
+        elif kind == wire.REFUSED:
+            refusal, proven = shake.refusal(raw)
+            self._refused(conn, greeter, greeter.dial, refusal, proven)
+        else:
+            raise Malformed(f"handshake frame {kind} out of place")
+
+    def _send(self, conn: Conn, greeter: Greeter, frame: bytes) -> None:
+        if not conn.try_send(frame):
+            self._fail(conn, greeter, "cannot send the handshake")
+
+    def _unproven(self, conn: Conn, greeter: Greeter) -> None:
+        self._mesh.stats.unauthenticated += 1
+        self._mesh.reader.complain(
+            "", conn.address, "it does not know the group's secret"
+        )
+        if greeter.dial is None:
+            self._refuse(conn, greeter, hs.SECRET, "the secrets of the members differ")
+            return
+        reason = f"{conn.address}: it does not know the group's secret"
+        if greeter.dial.returning:
+            self._fail(conn, greeter, reason)
+        else:
+            self._refuse_dial(conn, greeter.dial, hs.SECRET, reason)
+
+    # -- the listener's decision ----------
+
+    def _accept(self, conn: Conn, greeter: Greeter, greeting: Greeting) -> None:
+        mesh = self._mesh
+        shake = greeter.handshake
+        refusal = objection(mesh, greeting) or self._other_session(greeting)
+        if refusal is not None:
+            self._refuse(conn, greeter, refusal.code, refusal.text)
+            return
+        if greeting.probe:
+            greeter.refused = True
+            welcome = mesh.config.greeting(probe=True)
+            self._send(conn, greeter, shake.seal(wire.WELCOME, welcome))
+            return
+        old = mesh.sessions.get(greeting.incarnation)
+        if old is not None and greeting.session == old.id:
+            greeter.granted = Granted(greeting, old.id, old)
+            answer = mesh.config.greeting(old.id, old.received)
+        else:
+            greeter.granted = Granted(greeting, mesh.new_session_id(), None)
+            answer = mesh.config.greeting(greeter.granted.session_id)
+        self._send(conn, greeter, shake.seal(wire.WELCOME, answer))
+
+    def _other_session(self, greeting: Greeting) -> Refusal | None:
+        """Why no new session can begin with this peer, where it needs one."""
+        mesh = self._mesh
+        old = mesh.sessions.get(greeting.incarnation)
+        if greeting.probe or (old is not None and greeting.session == old.id):
+            return None
+        if greeting.leaving:
+            text = "the session was given up; what was not delivered is lost"
+            return Refusal(hs.RESET, text)
+        if mesh.leaving:
+            return Refusal(hs.LEAVING, f"{mesh.config.name!r} is leaving the group")
+        if self._is_duplicate(greeting):
+            return Refusal(hs.DUPLICATE, "this member is dialling you already")
+        return None
+
+    def _begin(self, conn: Conn, granted: Granted, message: Message) -> None:
+        """The peer goes on after WELCOME: the session is on this connection now."""
+        mesh = self._mesh
+        greeting, session_id, session = granted
+        if session is not None:
+            if not session.alive:
+                self._close(conn)
+                return
+            try:
+                mesh.resume(session, conn, greeting.received)
+            except Malformed as error:
+                self._close(conn)
+                mesh.reader.malformed(session, error)
+                return
+        else:
+            if mesh.leaving or claim(mesh, greeting) is not None:
+                self._close(conn)
+                return
+            old = mesh.sessions.get(greeting.incarnation)
+            if old is not None:
+                mesh.forget(old, "it began a new session", superseded=True)
+            session = mesh.establish(greeting, conn, session_id, None)
+        del self._greeters[conn]
+        self._cancel_dials(greeting.incarnation)
+        mesh.reader.read(session, conn, message)
+
+    def _is_duplicate(self, greeting: Greeting) -> bool:
+        """Whether this member's own dial to that peer is the one that goes on.
+
+        Of two members that dial each other at once the one with the smaller
+        incarnation wins; but a session that was begun is not begun again.
+        """
+        known = self._mesh.sessions.get(greeting.incarnation)
+        if known is not None and known.dialler and known.conn is not None:
+            return not known.received
+        if self._mesh.config.incarnation > greeting.incarnation:
+            return False
+        return any(
+            dial.incarnation == greeting.incarnation
+            and dial.conn is not None
+            and not dial.probe
+            and dial.session is None
+            for dial in self.dials
+        )
+
+    def _refuse(self, conn: Conn, greeter: Greeter, code: str, text: str) -> None:
+        if code not in (hs.DUPLICATE, hs.SELF, hs.LEAVING, hs.OTHER):
+            self._mesh.stats.refused += 1
+        conn.try_send(greeter.handshake.seal(wire.REFUSED, Refusal(code, text)))
+        # The dialler closes when it has read this; else the deadline does.
+        greeter.refused = True
+
+    # -- the dialler's part ----------
+
+    def _welcomed(
+        self, conn: Conn, greeter: Greeter, dial: Dial, welcome: Greeting
+    ) -> None:
+        mesh = self._mesh
+        dial.welcome = welcome
+        mesh.changed += 1
+        if dial.probe or not dial.incarnation:
+            dial.identified(welcome.incarnation)
+            dial.done = dial.probe
+            self._close(conn)
+            self._attempt(dial, mesh.clock())
+            return
+        if welcome.incarnation != dial.incarnation:
+            self._fail(conn, greeter, f"{conn.address}: another member answers there")
+            return
+        old = mesh.sessions.get(welcome.incarnation)
+        try:
+            if old is not None and old is dial.session and welcome.session == old.id:
+                mesh.resume(old, conn, welcome.received)
+            elif not self._begin_dialled(conn, dial, welcome):
+                self._fail(conn, greeter, f"{conn.address}: it dials this member")
+                return
+        except Malformed as error:
+            self._close(conn)
+            dial.done = True
+            assert old is not None
+            mesh.reader.malformed(old, error)
+            return
+        del self._greeters[conn]
+        dial.conn = None
+        dial.done = True
+        self._cancel_dials(welcome.incarnation)
+
+    def _begin_dialled(self, conn: Conn, dial: Dial, welcome: Greeting) -> bool:
+        """Begin the session that WELCOME grants, unless the peer's own dial wins."""
+        mesh = self._mesh
+        granted = [
+            other
+            for other, greeter in self._greeters.items()
+            if greeter.granted is not None
+            and greeter.granted.greeting.incarnation == welcome.incarnation
+        ]
+        if granted and mesh.config.incarnation > welcome.incarnation:
+            return False
+        if claim(mesh, welcome) is not None:
+            return False
+        for other in granted:
+            self._close(other)
+        old = mesh.sessions.get(welcome.incarnation)
+        if old is not None:
+            mesh.forget(old, "it has forgotten the session", superseded=True)
+        mesh.establish(welcome, conn, welcome.session, dial)
+        return True
+
+    def _refused(
+        self,
+        conn: Conn,
+        greeter: Greeter,
+        dial: Dial,
+        refusal: Refusal,
+        proven: bool,
+    ) -> None:
+        mesh = self._mesh
+        mesh.changed += 1
+        code = refusal.code
+        reason = f"{conn.address}: {refusal.text[:500]}"
+        if proven and (
+            code == hs.REPLACED or (code == hs.NAME_TAKEN and dial.returning)
+        ):
+            mesh.replaced = mesh.replaced or refusal.text[:500]
+            self._refuse_dial(conn, dial, code, reason)
+        elif not dial.returning and (code == hs.SECRET or (code in FATAL and proven)):
+            self._refuse_dial(conn, dial, code, reason)
+        elif code in FINAL and proven:
+            self._refuse_dial(conn, dial, "", reason)
+            if dial.session is not None:
+                mesh.forget(dial.session, refusal.text[:500], proven=True)
+        else:
+            self._fail(conn, greeter, reason)
+
+    def _refuse_dial(self, conn: Conn, dial: Dial, code: str, reason: str) -> None:
+        dial.refusal = code
+        dial.error = reason
+        dial.done = True
+        self._close(conn)
+        self._mesh.changed += 1
+
+    def _fail(self, conn: Conn, greeter: Greeter, reason: str) -> None:
+        self._close(conn)
+        dial = greeter.dial
+        if dial is not None and dial.conn is conn:
+            dial.failed(reason, self._mesh.clock())
+            self._mesh.changed += 1
+
+    def _close(self, conn: Conn) -> None:
+        if self._greeters.pop(conn, None) is not None:
+            conn.close()
+
+    def _cancel_dials(self, incarnation: str) -> None:
+        for dial in self.dials:
+            if dial.incarnation == incarnation and not dial.probe:
+                self.cancel(dial)
+
+    # -- time ----------
+
+    def next_deadline(self, limit: float) -> float:
+        """When a dial is due, if that is before `limit`."""
+        for dial in self.dials:
+            if not dial.done and dial.conn is None and dial.next_at < limit:
+                limit = dial.next_at
+        return limit
+
+    def tick(self, now: float) -> None:
+        """Close what takes too long; dial again what failed."""
+        for conn, greeter in list(self._greeters.items()):
+            if now < greeter.deadline:
+                continue
+            if not (greeter.dial or greeter.refused or greeter.granted):
+                self._mesh.stats.refused += 1
+                self._mesh.reader.complain("", conn.address, "it did not greet in time")
+            self._fail(conn, greeter, f"{conn.address}: no answer")
+        self.attempt_due(now)
+
+    def attempt_due(self, now: float) -> None:
+        """Begin the attempts that are due."""
+        for dial in list(self.dials):
+            if dial.done:
+                self.dials.remove(dial)
+            elif dial.conn is None and now >= dial.next_at:
+                self._attempt(dial, now)
+
+    def linger(self, conn: Conn) -> None:
+        """Keep a connection until the peer has read what was sent and closes it."""
+        deadline = self._mesh.clock() + GREET_SECONDS
+        greeter = Greeter(self._mesh.config.secret, None, deadline)
+        greeter.refused = True
+        self._greeters[conn] = greeter
+
+    def recover(self) -> None:
+        """An exception left the mesh: begin all handshakes anew."""
+        conns = self._mesh.conns
+        for conn, greeter in list(self._greeters.items()):
+            if conn in conns:
+                del self._greeters[conn]
+                if greeter.dial is not None:
+                    greeter.dial.conn = None
+                    greeter.dial.done = True
+            else:
+                self._fail(conn, greeter, "interrupted")
+        for dial in self.dials:
+            if dial.conn is not None:
+                dial.conn.close()
+                dial.failed("interrupted", self._mesh.clock())

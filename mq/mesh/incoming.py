@@ -1,0 +1,437 @@
+"""The subscribing side: subscriptions, the credit they grant, and the inbox of `recv`.
+
+As on the publishing side, what may not be half done is one call into C: a message
+enters the inbox and becomes its source's newest in the same step, so that a frame whose
+handling was interrupted can be handled again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from mq.errors import MessagesLost
+from mq.mesh import wire
+from mq.mesh.atomic import append_each, extend_each
+from mq.mesh.wire import Chunk, Malformed
+from mq.stats import TopicStats
+
+if TYPE_CHECKING:
+    from mq.mesh.session import Session
+
+Take = Callable[[int], memoryview]
+
+
+class Entry(NamedTuple):
+    """A received message before it is decoded; `area` is what the codec wrote."""
+
+    source: Source
+    sequence: int
+    published_at: float
+    area: memoryview
+
+
+class _Stream:
+    """A large message of which some chunks have arrived."""
+
+    __slots__ = ("area", "next_offset", "sequence")
+
+    def __init__(self, sequence: int, area: memoryview) -> None:
+        self.sequence = sequence
+        self.area = area
+        self.next_offset = 0
+
+
+class Subscription:
+    """One subscription of this member, over all publishers.
+
+    Attributes:
+        id: Never used again by this member, so that an old stream is not mistaken.
+        keep: None for keep-all, else the n of keep-last.
+        depth: Messages that all publishers together may have in flight or unread.
+        window_bytes: The same in bytes.
+        sources: The publishers that were told of this subscription.
+        orphans: Publishers that are gone while messages of theirs are unread.
+    """
+
+    __slots__ = (
+        "depth",
+        "device",
+        "id",
+        "keep",
+        "options",
+        "orphans",
+        "sources",
+        "stats",
+        "topic",
+        "window_bytes",
+        "zero_copy",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        topic: str,
+        keep: int | None,
+        depth: int,
+        window_bytes: int,
+        zero_copy: bool,
+        device: str | None,
+        stats: TopicStats,
+    ) -> None:
+        self.id = id
+        self.topic = topic
+        self.keep = keep
+        self.depth = depth
+        self.window_bytes = window_bytes
+        self.zero_copy = zero_copy
+        self.device = device
+        self.stats = stats
+        self.sources: dict[Session, Source] = {}
+        self.orphans: list[Source] = []
+        self.options = (keep, depth, window_bytes, zero_copy, device)
+
+    def add_source(self, session: Session, seen: int = -1) -> wire.Subscribe:
+        """Expect messages of this publisher; what to tell it.
+
+        Args:
+            seen: Sequence of the last message of an earlier session, or -1.
+        """
+        source = Source(self, session)
+        self.sources[session] = source
+        source.grant()
+        return wire.Subscribe(
+            self.id,
+            self.topic,
+            self.keep,
+            source.granted_messages,
+            source.granted_bytes,
+            seen,
+        )
+
+    def held(self) -> tuple[int, int]:
+        """Messages and bytes that are granted, on their way or unread."""
+        if self.orphans:
+            self.orphans = [s for s in self.orphans if s.unread()[0]]
+        unread = [source.unread() for source in self.orphans]
+        messages = sum(n for n, _ in unread)
+        nbytes = sum(n for _, n in unread)
+        for source in self.sources.values():
+            messages += source.granted_messages - source.consumed_messages
+            nbytes += max(0, source.granted_bytes - source.consumed_bytes)
+        return messages, nbytes
+
+
+def _share(window: int, sources: int, active: int, is_active: bool) -> int:
+    """One publisher's part of a window.
+
+    Those that have published nothing yet get little, for a grant is never revoked;
+    those that publish divide the rest.
+    """
+    idle = max(1, min(window // (2 * sources), max(64, window // 16)))
+    if not is_active:
+        return idle
+    return max(1, (window - (sources - active) * idle) // active)
+
+
+class Source:
+    """The subscriber's side of one subscription and one publisher.
+
+    Attributes:
+        told: Whether the request to subscribe was queued.
+        active: Whether it has published anything on it yet.
+        granted_messages, granted_bytes: Credit given since the subscription began.
+        consumed_messages, consumed_bytes: What `recv` has taken since then.
+        taken: Sequence of the last message that `recv` took.
+        first: The first sequence published since the subscription began.
+        kept: For keep-last, the newest n messages not yet taken.
+    """
+
+    __slots__ = (
+        "_stream",
+        "active",
+        "arrivals",
+        "consumed_bytes",
+        "consumed_messages",
+        "first",
+        "grant_at_bytes",
+        "grant_at_messages",
+        "granted_bytes",
+        "granted_messages",
+        "kept",
+        "session",
+        "subscription",
+        "taken",
+        "told",
+    )
+
+    def __init__(self, subscription: Subscription, session: Session) -> None:
+        self.subscription = subscription
+        self.session = session
+        self.told = False
+        self.active = False
+        self.granted_messages = self.granted_bytes = 0
+        self.consumed_messages = self.consumed_bytes = 0
+        self.grant_at_messages = self.grant_at_bytes = 0
+        self.taken = -1
+        self.first = 0
+        self.kept: deque[Entry] = deque(maxlen=subscription.keep)
+        self.arrivals: deque[Arrivals] = deque(maxlen=1)
+        self._stream: _Stream | None = None
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the publisher has acknowledged the subscription."""
+        return bool(self.arrivals)
+
+    @property
+    def newest(self) -> int:
+        """Sequence of the newest message that has arrived."""
+        return self.arrivals[0].newest
+
+    def begin(self, first: int, after: int) -> Arrivals:
+        """The publisher acknowledged: new messages begin at `first`.
+
+        Messages up to sequence `after` came in an earlier session.
+
+        Returns:
+            What the caller appends to `arrivals` to make it true.
+        """
+        self.first = first
+        self.taken = after
+        return Arrivals(after, 0, 0)
+
+    def unread(self) -> tuple[int, int]:
+        """Messages and bytes that have arrived and were not taken."""
+        if not self.arrivals:
+            return 0, 0
+        _, messages, nbytes = self.arrivals[0]
+        return messages - self.consumed_messages, nbytes - self.consumed_bytes
+
+    def count_again(self, fifo: deque[Item]) -> None:
+        """Derive what was taken from what is still in the inbox."""
+        if not self.arrivals or self.subscription.keep is not None:
+            return
+        mine = [e for e in fifo if isinstance(e, Entry) and e.source is self]
+        _, messages, nbytes = self.arrivals[0]
+        self.consumed_messages = messages - len(mine)
+        self.consumed_bytes = nbytes - sum(len(entry.area) for entry in mine)
+
+    # -- credit ----------
+
+    def grant(self) -> bool:
+        """Give the publisher what it may have now; whether that is more than before.
+
+        Grants are never revoked. While others hold too much of the window, a publisher
+        gets what is left, and always at least one message.
+        """
+        subscription = self.subscription
+        sources = subscription.sources.values()
+        active = sum(source.active for source in sources)
+        before = (self.granted_messages, self.granted_bytes)
+        held_messages, held_bytes = subscription.held()
+        target = _share(subscription.depth, len(sources), active, self.active)
+        mine = self.granted_messages - self.consumed_messages
+        self.granted_messages += max(
+            min(target - mine, subscription.depth - held_messages), 1 - mine, 0
+        )
+        self.grant_at_messages = self.granted_messages - target // 2
+        target = _share(subscription.window_bytes, len(sources), active, self.active)
+        mine = self.granted_bytes - self.consumed_bytes
+        self.granted_bytes += max(
+            min(target - mine, subscription.window_bytes - held_bytes), 1 - mine, 0
+        )
+        self.grant_at_bytes = self.granted_bytes - target // 2
+        return before != (self.granted_messages, self.granted_bytes)
+
+    def credit(self) -> wire.Credit:
+        """The grants as they are now."""
+        return wire.Credit(
+            self.subscription.id, self.granted_messages, self.granted_bytes
+        )
+
+    def grant_is_due(self) -> bool:
+        """Whether half of what was granted has been taken."""
+        return (
+            self.consumed_messages >= self.grant_at_messages
+            or self.consumed_bytes >= self.grant_at_bytes
+        )
+
+    def _check_credit(self, sequence: int) -> None:
+        _, messages, nbytes = self.arrivals[0]
+        if self.subscription.keep is None and (
+            messages >= self.granted_messages or nbytes >= self.granted_bytes
+        ):
+            raise Malformed(
+                f"message {sequence} on {self.subscription.topic!r} without credit"
+            )
+
+    # -- arrival ----------
+
+    def arrived(self, fifo: deque[Item], entries: list[Entry]) -> None:
+        """Put new messages, in order, into the inbox.
+
+        Raises:
+            Malformed: The publisher sent more than it has credit for.
+        """
+        newest, messages, total = self.arrivals[0]
+        if entries[0].sequence <= newest:
+            entries = [entry for entry in entries if entry.sequence > newest]
+            if not entries:
+                return
+        if self.subscription.keep is not None:
+            for entry in entries:
+                state = Arrivals(entry.sequence, 0, 0)
+                if len(self.kept) == self.kept.maxlen:
+                    append_each((self.kept, self.arrivals), (entry, state))
+                else:
+                    append_each((self.kept, self.arrivals, fifo), (entry, state, self))
+            return
+        self._check_credit(entries[0].sequence)
+        messages += len(entries)
+        if messages > self.granted_messages:
+            raise Malformed(f"too many messages on {self.subscription.topic!r}")
+        total += sum(len(entry.area) for entry in entries)
+        state = Arrivals(entries[-1].sequence, messages, total)
+        extend_each((fifo, self.arrivals), (entries, (state,)))
+
+    def place(
+        self, chunk: Chunk, nbytes: int, limit: int, take: Take
+    ) -> memoryview | None:
+        """Where the body of a chunk goes; None if it is not wanted any more.
+
+        Raises:
+            Malformed: The chunk does not fit to those before it, or to the limits.
+        """
+        if chunk.sequence <= self.newest:
+            return None
+        stream = self._stream
+        if chunk.offset == 0 and (stream is None or stream.sequence != chunk.sequence):
+            self._check_credit(chunk.sequence)
+            if chunk.total > limit:
+                raise Malformed(
+                    f"announces {chunk.total} bytes, max_message_bytes is {limit}"
+                )
+            if nbytes > chunk.total:
+                raise Malformed("chunk larger than its message")
+            stream = self._stream = _Stream(chunk.sequence, take(chunk.total))
+        if stream is None or stream.sequence != chunk.sequence:
+            raise Malformed("chunk of a message that did not begin")
+        if chunk.total != len(stream.area):
+            raise Malformed("message changes its size")
+        if chunk.offset < stream.next_offset:
+            return None
+        if (
+            chunk.offset > stream.next_offset + wire.MAX_GAP
+            or chunk.offset + nbytes > chunk.total
+        ):
+            raise Malformed("chunk out of place")
+        return stream.area[chunk.offset : chunk.offset + nbytes]
+
+    def placed(self, chunk: Chunk, nbytes: int, last: bool, fifo: deque[Item]) -> None:
+        """The body of a chunk is in its place; the last one completes the message."""
+        stream = self._stream
+        if stream is None or stream.sequence != chunk.sequence:
+            return
+        stop = chunk.offset + nbytes
+        if not last:
+            stream.next_offset = stop
+            return
+        # Until the message is in the inbox its last chunk may come again.
+        if stop + wire.MAX_GAP < len(stream.area):
+            raise Malformed("message ends early")
+        self.arrived(
+            fifo, [Entry(self, chunk.sequence, chunk.published_at, stream.area)]
+        )
+        self._stream = None
+
+
+class Arrivals(NamedTuple):
+    """The newest message that has arrived; how many, and how many bytes, in all."""
+
+    newest: int
+    messages: int
+    nbytes: int
+
+
+Item = Entry | Source | MessagesLost
+"""What waits in the inbox; a Source stands for the oldest message it keeps."""
+
+
+class Inbox:
+    """What has arrived and not been taken, in order of arrival."""
+
+    def __init__(self) -> None:
+        self.fifo: deque[Item] = deque()
+        self._taking: Entry | MessagesLost | None = None
+
+    def take(self) -> Entry | MessagesLost | None:
+        """The next message or loss notice, or None; counts what was taken."""
+        fifo = self.fifo
+        self._taking = None
+        while fifo:
+            item = fifo[0]
+            if type(item) is Entry:
+                self._taking = item
+                fifo.popleft()
+                self._count(item.source, item)
+                return item
+            if type(item) is not Source:
+                assert isinstance(item, MessagesLost)
+                self._taking = item
+                fifo.popleft()
+                return item
+            if item.kept:
+                entry = self._taking = item.kept[0]
+                item.kept.popleft()
+                fifo.popleft()
+                self._count(item, entry)
+                return entry
+            fifo.popleft()
+        return None
+
+    @staticmethod
+    def _count(source: Source, entry: Entry) -> None:
+        stats = source.subscription.stats
+        stats.dropped += max(0, entry.sequence - max(source.taken + 1, source.first))
+        source.taken = entry.sequence
+        source.consumed_messages += 1
+        source.consumed_bytes += len(entry.area)
+        stats.received += 1
+        stats.received_bytes += len(entry.area)
+
+    def undo_take(self) -> None:
+        """`take` was interrupted: nothing was taken."""
+        item, self._taking = self._taking, None
+        if item is None or (self.fifo and self.fifo[0] is item):
+            return
+        if type(item) is not Entry:
+            self.fifo.appendleft(item)
+            return
+        source = item.source
+        if not (source.kept and source.kept[0] is item):
+            self.fifo.appendleft(item)
+        source.taken = min(source.taken, item.sequence - 1)
+        source.count_again(self.fifo)
+
+    def put_back(self, entry: Entry) -> None:
+        """Undo `take`: the call that took it was interrupted before it returned."""
+        source = entry.source
+        source.consumed_messages -= 1
+        source.consumed_bytes -= len(entry.area)
+        source.taken = entry.sequence - 1
+        source.subscription.stats.received -= 1
+        source.subscription.stats.received_bytes -= len(entry.area)
+        self.fifo.appendleft(entry)
+
+    def drop(self, subscription: Subscription) -> int:
+        """Remove the messages of one subscription; how many there were."""
+        kept: deque[Item] = deque()
+        for item in self.fifo:
+            source = item if isinstance(item, Source) else getattr(item, "source", None)
+            if source is None or source.subscription is not subscription:
+                kept.append(item)
+        dropped = len(self.fifo) - len(kept)
+        self.fifo = kept  # in one step, so that an interrupt loses nothing
+        return dropped

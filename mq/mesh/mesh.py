@@ -1,0 +1,371 @@
+"""The mesh: sessions with all peers, and what travels over them.
+
+Pure logic over any `Link`: it never waits, starts no thread and reads no clock but the
+one it was given. `mq.mesh.driver` calls it under one lock, from whichever thread leads.
+
+An exception that leaves it in the middle of a frame, a KeyboardInterrupt for example,
+is answered with `recover`: the connection concerned is dropped and the session resumed,
+which repeats whatever was not finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from mq.mesh import wire
+from mq.mesh.config import Config
+from mq.mesh.dial import Dial
+from mq.mesh.greeting import Greetings
+from mq.mesh.handshake import Greeting
+from mq.mesh.outgoing import Take
+from mq.mesh.publisher import Publisher
+from mq.mesh.reader import Reader
+from mq.mesh.recovery import recover
+from mq.mesh.session import Fate, Session
+from mq.mesh.subscriber import Subscriber
+from mq.stats import MeshStats
+from mq.transport import Event, What
+
+if TYPE_CHECKING:
+    from mq.transport import Conn, Link
+
+logger = logging.getLogger(__name__)
+
+ROUNDS_PER_POLL: Final = 16
+"""How often `poll` looks again after it has sent something, before it returns."""
+MAX_TICK: Final = 0.25
+"""Seconds between looks at the peers' liveness, at most."""
+
+
+class Mesh:
+    """All sessions of one member.
+
+    Attributes:
+        changed: Grows whenever something happened that a waiting call may wait for.
+        replaced: Why this member must stop, once another took its name over.
+        forgotten: Peers that left or died, for the rendezvous; taken from there.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        links: Sequence[Link],
+        *,
+        take: Take,
+        clock: Callable[[], float],
+    ) -> None:
+        self.config = config
+        self.links = list(links)
+        self.clock = clock
+        self.stats = MeshStats()
+        chunk_bytes = min(link.chunk_bytes for link in links)
+        self.publisher = Publisher(take, chunk_bytes)
+        self.subscriber = Subscriber(take, config.max_message_bytes)
+        self.sessions: dict[str, Session] = {}
+        self.conns: dict[Conn, Session] = {}
+        self.reader = Reader(self)
+        self.greetings = Greetings(self)
+        self.changed = 0
+        self.replaced = ""
+        self.leaving = False
+        self.tick_seconds = MAX_TICK
+        if config.peer_timeout is not None:
+            self.tick_seconds = min(MAX_TICK, config.peer_timeout / 8)
+        self._watches: dict[int, Session] = {}
+        self._next_tick = self._last_poll = clock()
+        self.forgotten: list[Greeting] = []
+        self._polling = False
+        self._unfinished = False
+        self.watch_added: Callable[[int], None] = lambda fd: None
+        self.watch_removed: Callable[[int], None] = lambda fd: None
+
+    # -- the loop ----------
+
+    def poll(self, ready: Iterable[int] = (), *, flush: bool = False) -> None:
+        """Handle what the links have, and whatever is due; send what can be sent.
+
+        Sending may take in what was about to be reported, so it is followed by another
+        look; when that goes on for long, `next_deadline` is over at once. So a caller
+        that minds `next_deadline` may sleep on the poller.
+
+        Args:
+            ready: Descriptors that the poller found readable, for process watches.
+            flush: Send batches that wait for more messages, and answers, at once.
+        """
+        self._polling = True
+        for fd in ready:
+            session = self._watches.get(fd)
+            if session is not None:
+                self._check_process(session)
+        for _ in range(ROUNDS_PER_POLL):
+            self.reader.stopped_early = False
+            for link in self.links:
+                for event in link.poll():
+                    self._handle(event)
+            now = self.clock()
+            if now >= self._next_tick:
+                self._tick(now)
+            elif self.greetings.dials:
+                self.greetings.attempt_due(now)
+            self._last_poll = now
+            self._unfinished = self.pump(now, flush) or self.reader.stopped_early
+            if not self._unfinished:
+                break
+        self._polling = False
+
+    def pump(self, now: float, flush: bool = False) -> bool:
+        """Send what is due in every session; whether anything was sent.
+
+        Args:
+            now: The time by the mesh's clock.
+            flush: As for `poll`.
+        """
+        sent = False
+        for session in self.sessions.values():
+            if (
+                session.busy
+                or session.answer_at is not None
+                or session.sent < len(session.frames)
+            ):
+                sent |= session.pump(now, flush)
+        return sent
+
+    def next_deadline(self) -> float:
+        """When `poll` must be called again at the latest."""
+        if self._unfinished:
+            return self._last_poll
+        deadline = self._next_tick
+        for session in self.sessions.values():
+            if session.conn is None or session.blocked:
+                continue
+            if session.answer_at is not None and session.answer_at < deadline:
+                deadline = session.answer_at
+            if session.batch_at is not None and session.batch_at < deadline:
+                deadline = session.batch_at
+        return self.greetings.next_deadline(deadline)
+
+    def _handle(self, event: Event) -> None:
+        conn = event.conn
+        session = self.conns.get(conn)
+        if session is None:
+            self.greetings.handle(event)
+        elif event.what is What.READABLE:
+            self.reader.read(session, conn)
+        elif event.what is What.WRITABLE:
+            session.blocked = False
+            self.changed += 1
+        elif event.what is What.LOST:
+            self.disconnect(session, event.reason or "connection lost")
+
+    # -- sessions ----------
+
+    def establish(
+        self, greeting: Greeting, conn: Conn, session_id: str, dial: Dial | None
+    ) -> Session:
+        """Begin a session on a connection whose handshake is done."""
+        now = self.clock()
+        mine, theirs = self.config.peer_timeout, greeting.peer_timeout
+        session = Session(
+            session_id,
+            greeting,
+            dialler=dial is not None,
+            timeout=None if mine is None or theirs is None else max(mine, theirs),
+            now=now,
+        )
+        if dial is not None:
+            session.dialled = dial.address
+        self.subscriber.introduce(session)
+        session.attach(conn, 0, now)
+        self.conns[conn] = session
+        # Only now does it exist: an interrupt before this leaves no half session.
+        self.sessions[greeting.incarnation] = session
+        self.watch(session)
+        session.pump(now)
+        self.changed += 1
+        logger.debug("session with %s over %s", session.name, conn.address)
+        return session
+
+    def watch(self, session: Session) -> None:
+        """Watch the process of a peer, where that can be done; idempotent."""
+        if session.watch is None:
+            session.watch = self.config.watch(session.peer.process)
+        fd = None if session.watch is None else session.watch.fileno()
+        if fd is not None and fd not in self._watches:
+            self._watches[fd] = session
+            self.watch_added(fd)
+
+    def resume(self, session: Session, conn: Conn, received: int) -> None:
+        """Go on with a session over a new connection.
+
+        Raises:
+            Malformed: The peer claims frames that were never sent.
+        """
+        now = self.clock()
+        self._cut(session)
+        session.attach(conn, received, now)
+        self.conns[conn] = session
+        session.pump(now)
+        self.changed += 1
+        logger.debug("resumed the session with %s over %s", session.name, conn.address)
+
+    def _cut(self, session: Session) -> None:
+        conn = session.detach()
+        if conn is not None:
+            self.conns.pop(conn, None)
+            conn.close()
+
+    def disconnect(self, session: Session, reason: str) -> None:
+        """The connection of a session is broken; resume it, unless the peer is dead."""
+        self._cut(session)
+        self.stats.lost_connections += 1
+        self.changed += 1
+        if session.watch is not None and session.watch.ended():
+            self.forget(session, "its process ended", proven=True)
+        elif self.leaving and all(f.kind == wire.BYE for f in session.frames):
+            self.forget(session, "it closed before it answered BYE", proven=True)
+        elif session.dialler and session.alive:
+            logger.debug("connection to %s broke: %s", session.name, reason)
+            self.greetings.redial(session)
+
+    def forget(
+        self,
+        session: Session,
+        reason: str,
+        *,
+        proven: bool = False,
+        superseded: bool = False,
+    ) -> None:
+        """Give a peer up: nobody waits for it any more.
+
+        Args:
+            proven: It has left or is dead. Otherwise it may only be stalled or cut
+                off, and is dialled again in case it comes back.
+            superseded: The peer goes on in another session.
+        """
+        if session.fate is None:
+            session.fate = Fate(reason, proven, superseded)
+            self.bury(session)
+
+    def bury(self, session: Session) -> None:
+        """Carry out `forget`; may be repeated after an interrupt."""
+        assert session.fate is not None
+        reason, proven, superseded = session.fate
+        self._cut(session)
+        self._unwatch(session)
+        self.publisher.remove(session)
+        self.subscriber.remove(session, may_return=not proven)
+        self.changed += 1
+        if proven:
+            self.forgotten.append(session.peer)
+            logger.debug("%s is gone: %s", session.name, reason)
+        elif superseded and not session.received:
+            logger.debug("another session with %s is used", session.name)
+        else:
+            self.stats.forgotten += 1
+            logger.warning("gave up %s: %s", session.name, reason)
+            if not superseded:
+                self.greetings.dial_estranged(session)
+        del self.sessions[session.peer.incarnation]
+
+    def _unwatch(self, session: Session) -> None:
+        if session.watch is not None:
+            fd = session.watch.fileno()
+            if fd is not None and self._watches.pop(fd, None) is not None:
+                self.watch_removed(fd)
+            session.watch.close()
+
+    def dismiss(self, session: Session, reason: str) -> None:
+        """A peer has left, or must; it closes once it has read what was sent."""
+        conn = session.detach()
+        if conn is not None:
+            self.greetings.linger(conn)
+            self.conns.pop(conn, None)
+        self.forget(session, reason, proven=True)
+
+    def fence(self, session: Session, by: str) -> None:
+        """Another life of this member has taken its name: tell it and forget it."""
+        if session.conn is not None:
+            content = wire.encode(by)
+            head = wire.HEADER.pack(wire.FENCED, 0, 0, 0, session.received) + content
+            session.conn.try_send(head)
+        self.dismiss(session, by)
+
+    def by_name(self, name: str) -> Session | None:
+        """The session with the member of this name."""
+        for session in self.sessions.values():
+            if session.name == name:
+                return session
+        return None
+
+    # -- time ----------
+
+    def _tick(self, now: float) -> None:
+        stalled = now - self._last_poll
+        self._next_tick = now + self.tick_seconds
+        for session in list(self.sessions.values()):
+            self._check_process(session)
+            if not session.alive or session.timeout is None:
+                self._heartbeat(session, now)
+                continue
+            if stalled > 4 * self.tick_seconds:
+                # It was us who slept: what the peer sent meanwhile is still to come.
+                grace = now - session.timeout + min(1.0, session.timeout / 4)
+                session.last_heard = max(session.last_heard, grace)
+            silent = now - session.last_heard
+            if silent >= session.timeout:
+                self.forget(session, f"silent for {silent:.1f} s")
+            elif session.conn is not None:
+                if session.dialler and silent > 0.6 * session.timeout:
+                    self.disconnect(session, "silent")
+                else:
+                    self._heartbeat(session, now)
+        self.greetings.tick(now)
+
+    def _heartbeat(self, session: Session, now: float) -> None:
+        interval = 2.5
+        if session.timeout is not None:
+            interval = min(session.timeout / 4, interval)
+        if session.conn is not None and now - session.last_sent >= interval / 2:
+            session.answer(now)
+
+    def _check_process(self, session: Session) -> None:
+        if session.watch is not None and session.watch.ended():
+            self.reader.drain(session)
+            self.forget(session, "its process ended", proven=True)
+
+    def recover(self) -> None:
+        """An exception left the mesh: make it consistent and go on."""
+        polling, self._polling = self._polling, False
+        recover(self, polling=polling)
+
+    # -- leaving ----------
+
+    def leave(self, reason: str) -> None:
+        """Say BYE to everyone; new connections are refused from now on."""
+        self.leaving = True
+        now = self.clock()
+        for session in self.sessions.values():
+            session.control(wire.BYE, reason)
+            session.pump(now, flush=True)
+
+    def has_left(self) -> bool:
+        """Whether every connected peer has received the BYE."""
+        return all(not session.frames for session in self.sessions.values())
+
+    def close(self) -> None:
+        """Close all connections and links; nothing is sent any more."""
+        for session in list(self.sessions.values()):
+            if session.watch is not None:
+                session.watch.close()
+        self.conns.clear()
+        self.sessions.clear()
+        self._watches.clear()
+        for link in self.links:
+            link.close()
+
+    def new_session_id(self) -> str:
+        """A random name for a session."""
+        return os.urandom(8).hex()

@@ -1,0 +1,241 @@
+"""Handles the frames that arrive in a session.
+
+A frame counts as received only when it has been handled in full: what an exception
+left undone comes again on the next connection. So handling a frame twice must be as
+good as once.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from mq.mesh import wire
+from mq.mesh.session import ANSWER_FRAMES, ANSWER_SECONDS, Session
+from mq.mesh.wire import Malformed
+
+if TYPE_CHECKING:
+    from mq.mesh.mesh import Mesh
+    from mq.transport import Conn
+
+logger = logging.getLogger(__name__)
+
+FRAMES_PER_TURN: Final = 64
+"""Frames read from one connection before the others have their turn."""
+MALFORMED_LIMIT: Final = 3
+"""Times the same frame may be malformed before the session is given up."""
+_CONTROL_KINDS: Final = frozenset(
+    {
+        wire.SUBSCRIBE,
+        wire.SUBSCRIBED,
+        wire.UNSUBSCRIBE,
+        wire.CREDIT,
+        wire.BYE,
+        wire.ACCEPTS,
+        wire.WAITING,
+    }
+)
+
+Message = tuple[bytes | memoryview, int]
+
+
+class Reader:
+    """Takes frames from connections and carries them out.
+
+    Attributes:
+        stopped_early: Whether a connection had its turn and may have more.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._publisher = mesh.publisher
+        self._subscriber = mesh.subscriber
+        self._complained: set[str] = set()
+        self.stopped_early = False
+
+    def read(self, session: Session, conn: Conn, first: Message | None = None) -> None:
+        """Handle what has arrived on a session's connection.
+
+        Args:
+            first: A message that was already taken from the connection.
+        """
+        now = self._mesh.clock()
+        if session.partial is not None:
+            session.last_heard = now  # a piece of a body; the whole may take long
+        try:
+            for _ in range(FRAMES_PER_TURN):
+                if session.partial is not None:
+                    if not self._finish_body(session, conn, now):
+                        return
+                    continue
+                message = first or conn.receive()
+                if message is None:
+                    return
+                first = None
+                session.last_heard = now
+                self._frame(session, conn, message[0], message[1], now)
+                if session.conn is not conn:
+                    return
+        except Malformed as error:
+            self.malformed(session, error)
+            return
+        self.stopped_early = True
+
+    def drain(self, session: Session) -> None:
+        """Take what a dead peer's connection still holds: it was sent before."""
+        while session.alive and session.conn is not None:
+            before = session.stats.received_frames
+            self.read(session, session.conn)
+            if session.stats.received_frames == before:
+                return
+
+    def _frame(
+        self,
+        session: Session,
+        conn: Conn,
+        head: bytes | memoryview,
+        nbody: int,
+        now: float,
+    ) -> None:
+        if len(head) < wire.HEADER_BYTES:
+            raise Malformed("frame shorter than its header")
+        kind, flags, _, number, received = wire.HEADER.unpack_from(head)
+        stats = session.stats
+        stats.received_frames += 1
+        stats.received_bytes += len(head) + nbody
+        if session.frames and session.forget_received(received):
+            self._mesh.changed += 1
+        if not number:
+            if nbody:
+                raise Malformed(f"frame {kind} with a body")
+            self._unnumbered(session, kind, head)
+            return
+        if number <= session.received:
+            stats.duplicate_frames += 1
+            if nbody:
+                conn.discard_body()
+            session.answer_at = now
+            return
+        if number != session.received + 1:
+            raise Malformed(f"frame {number} after {session.received}")
+        if kind == wire.CHUNK:
+            self._chunk(session, conn, memoryview(head), flags, number, nbody, now)
+            return
+        if nbody:
+            raise Malformed(f"frame {kind} with a body")
+        if kind == wire.DATA:
+            self._subscriber.data(session, memoryview(head))
+            self._mesh.changed += 1
+        elif kind == wire.BYE:
+            self._bye(session, number, memoryview(head)[wire.HEADER_BYTES :], now)
+            return
+        else:
+            self._control(session, kind, flags, memoryview(head)[wire.HEADER_BYTES :])
+        self._received(session, number, flags, now)
+
+    def _received(self, session: Session, number: int, flags: int, now: float) -> None:
+        session.received = number
+        session.unanswered += 1
+        if flags & wire.FLAG_ANSWER or session.unanswered >= ANSWER_FRAMES:
+            session.answer_at = now
+        elif session.answer_at is None:
+            session.answer_at = now + ANSWER_SECONDS
+
+    def _unnumbered(
+        self, session: Session, kind: int, head: bytes | memoryview
+    ) -> None:
+        if kind == wire.FENCED:
+            mesh = self._mesh
+            mesh.replaced = wire.decode(kind, memoryview(head)[wire.HEADER_BYTES :])
+            mesh.changed += 1
+        elif kind != wire.RECEIVED:
+            raise Malformed(f"frame {kind} without a number")
+
+    def _chunk(
+        self,
+        session: Session,
+        conn: Conn,
+        head: memoryview,
+        flags: int,
+        number: int,
+        nbody: int,
+        now: float,
+    ) -> None:
+        if not nbody:
+            raise Malformed("chunk without a body")
+        chunk = wire.parse_chunk(head)
+        place = self._subscriber.place(session, chunk, nbody)
+        if place is None:
+            conn.discard_body()
+            self._received(session, number, flags, now)
+            return
+        session.partial = (chunk, flags, number, place)
+        self._finish_body(session, conn, now)
+
+    def _finish_body(self, session: Session, conn: Conn, now: float) -> bool:
+        assert session.partial is not None
+        chunk, flags, number, place = session.partial
+        if not conn.receive_body(place):
+            return False
+        last = bool(flags & wire.FLAG_LAST)
+        session.partial = None
+        self._subscriber.placed(session, chunk, len(place), last)
+        self._received(session, number, flags, now)
+        if last:
+            self._mesh.changed += 1
+        return True
+
+    def _control(
+        self, session: Session, kind: int, flags: int, content: memoryview
+    ) -> None:
+        if kind not in _CONTROL_KINDS:
+            raise Malformed(f"unknown frame {kind}")
+        value = wire.decode(kind, content)
+        self._mesh.changed += 1
+        if kind == wire.SUBSCRIBE:
+            self._publisher.subscribe(session, value)
+            if flags & wire.FLAG_LAST:
+                session.introduced = True
+        elif kind == wire.SUBSCRIBED:
+            self._subscriber.subscribed(session, value)
+        elif kind == wire.UNSUBSCRIBE:
+            self._publisher.unsubscribe(session, value)
+        elif kind == wire.CREDIT:
+            self._publisher.credit(session, value)
+        elif kind == wire.ACCEPTS:
+            session.accepts = frozenset(value)
+        elif kind == wire.WAITING:
+            session.peer_waits = value
+
+    def _bye(
+        self, session: Session, number: int, content: memoryview, now: float
+    ) -> None:
+        reason = wire.decode(wire.BYE, content)
+        session.received = number
+        session.answer(now)
+        self._mesh.dismiss(session, reason or "left")
+
+    def malformed(self, session: Session, error: Malformed) -> None:
+        """A peer broke the protocol: drop the connection, in the end the session."""
+        mesh = self._mesh
+        mesh.stats.malformed += 1
+        session.stats.malformed += 1
+        self.complain(session.name, session.wire, error)
+        number, times = session.malformed_at
+        times = times + 1 if number == session.received else 1
+        session.malformed_at = (session.received, times)
+        if times >= MALFORMED_LIMIT:
+            mesh.forget(session, f"malformed frames: {error}")
+        else:
+            mesh.disconnect(session, f"malformed frame: {error}")
+
+    def complain(self, who: str, address: str, error: object) -> None:
+        """Log what a peer did wrong, once per peer."""
+        if who not in self._complained:
+            self._complained.add(who)
+            logger.warning(
+                "dropped a frame of %s at %s: %s (further ones are only counted)",
+                who or "an unknown peer",
+                address or "an unknown address",
+                error,
+            )

@@ -1,0 +1,50 @@
+"""Puts a mesh right after an exception, a KeyboardInterrupt above all, left it.
+
+Nothing is undone. What had happened is read off the queues, what follows from it is
+derived again, and where a connection may have been left in mid-message it is dropped
+and resumed, which repeats whatever was not finished.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mq.mesh.mesh import Mesh
+
+
+def recover(mesh: Mesh, *, polling: bool) -> None:
+    """Make a consistent mesh of one that an exception left anywhere.
+
+    Args:
+        polling: Whether events of the links may have been lost, so that no connection
+            can be trusted.
+    """
+    for session in list(mesh.sessions.values()):
+        if session.fate is not None:
+            mesh.bury(session)
+    _drop_strays(mesh)
+    sessions = list(mesh.sessions.values())
+    for session in sessions:
+        session.repair()
+        mesh.watch(session)
+    mesh.publisher.repair(sessions)
+    mesh.subscriber.repair(sessions)
+    mesh.greetings.recover()
+    for session in sessions:
+        if session.conn is None or polling or session.sending:
+            session.sending = False
+            mesh.disconnect(session, "interrupted in the middle of a frame")
+
+
+def _drop_strays(mesh: Mesh) -> None:
+    """Close connections that belong to no session any more, or not yet."""
+    for conn, session in list(mesh.conns.items()):
+        known = mesh.sessions.get(session.peer.incarnation) is session
+        if not known or session.conn is not conn:
+            del mesh.conns[conn]
+            conn.close()
+    for session in mesh.sessions.values():
+        if session.conn is not None and session.conn not in mesh.conns:
+            session.conn.close()
+            session.detach()

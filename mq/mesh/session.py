@@ -1,0 +1,453 @@
+"""A session with one peer: numbered frames, resent until received, over any connection.
+
+A session outlives its connections. Every frame but RECEIVED and FENCED has a number;
+the peer drops numbers it has seen, so a frame may be sent again at any time. What must
+not be lost is first appended where it goes to and only then removed where it came
+from: an exception in between makes a repetition, which the peer drops by its number or
+by the message's sequence, and never a gap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from mq.mesh import wire
+from mq.mesh.handshake import Greeting
+from mq.mesh.outgoing import Feed, Outgoing
+from mq.mesh.wire import Malformed
+from mq.stats import PeerStats
+
+if TYPE_CHECKING:
+    from mq.mesh.config import Watch
+    from mq.transport import Conn
+
+BATCH_BYTES: Final = 64 * 1024
+BATCH_MESSAGES: Final = 512
+ANSWER_FRAMES: Final = 64
+"""Frames after which RECEIVED is sent at once."""
+ANSWER_SECONDS: Final = 0.001
+"""Seconds after which RECEIVED, or a batch that waits for more, is sent."""
+CHUNKS_PER_ANSWER: Final = 4
+_pack_record = wire.RECORD.pack
+
+
+class Frame:
+    """A numbered frame that the peer has not received yet.
+
+    Attributes:
+        parts: What follows the header in the head.
+        completes: Subscriptions and the last message of each that this frame completes.
+        message, chunk: The large message and the index of its chunk that is the body.
+    """
+
+    __slots__ = (
+        "chunk",
+        "completes",
+        "flags",
+        "kind",
+        "message",
+        "number",
+        "parts",
+        "sent_before",
+    )
+
+    def __init__(
+        self,
+        kind: int,
+        number: int,
+        parts: list[bytes],
+        flags: int = 0,
+        completes: list[tuple[Feed, int]] | None = None,
+        message: Outgoing | None = None,
+        chunk: int = 0,
+    ) -> None:
+        self.kind = kind
+        self.number = number
+        self.parts = parts
+        self.flags = flags
+        self.completes = completes
+        self.message = message
+        self.chunk = chunk
+        self.sent_before = False
+
+
+class Fate(NamedTuple):
+    """Why a session was forgotten; see `Mesh.forget`."""
+
+    reason: str
+    proven: bool
+    superseded: bool
+
+
+class Session:
+    """What this member knows about, owes to and expects from one peer.
+
+    Attributes:
+        id: Chosen by the side that accepted the first connection.
+        peer: The greeting of the peer.
+        dialler: Whether this side dialled and therefore dials again after a break.
+        dialled: The address that this side dialled, or "".
+        conn: The connection, or None while it is broken.
+        last_heard: When something of the peer arrived last, by the mesh's clock.
+        received: Number of the last frame received in order.
+        answer_at: When RECEIVED is due, or None.
+        batch_at: When a batch that waits for more messages is due, or None.
+        introduced: Whether the peer has told all its subscriptions.
+        credit_due: Whether CREDIT was queued since the last `pump`.
+        partial: The chunk whose body is arriving: head, flags, frame number, view.
+        peer_waits: Whether the peer's `publish` has waited for us for long.
+        fate: Why the session was forgotten; None while it lives.
+        sending: Whether a message is being handed to the engine right now.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        peer: Greeting,
+        *,
+        dialler: bool,
+        timeout: float | None,
+        now: float,
+    ) -> None:
+        self.id = id
+        self.peer = peer
+        self.name = peer.name
+        self.dialler = dialler
+        self.timeout = timeout
+        self.watch: Watch | None = None
+        self.accepts = frozenset(peer.accepts)
+        self.stats = PeerStats()
+        self.conn: Conn | None = None
+        self.wire = ""
+        self.dialled = ""
+        self.last_heard = now
+        self.last_sent = now
+        self.feeds: dict[int, Feed] = {}
+        self.busy: deque[Feed] = deque()
+        self.frames: deque[Frame] = deque()
+        self.sent = 0
+        self.blocked = False
+        self.number = 0
+        self.received = 0
+        self.unanswered = 0
+        self.batches_unanswered = 0
+        self.answer_at: float | None = None
+        self.batch_at: float | None = None
+        self.waiting_messages = 0
+        self.waiting_bytes = 0
+        self.malformed_at = (-1, 0)
+        self.peer_waits = False
+        self.fate: Fate | None = None
+        self.sending = False
+        self.introduced = False
+        self.credit_due = False
+        self.partial: tuple[wire.Chunk, int, int, memoryview] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """False once the session is forgotten."""
+        return self.fate is None
+
+    # -- connection ----------
+
+    def attach(self, conn: Conn, received: int, now: float) -> None:
+        """Go on over a new connection; the peer has received up to `received`.
+
+        Raises:
+            Malformed: The peer claims frames that were never sent.
+        """
+        self.forget_received(received)
+        self.repair()
+        self.conn = conn
+        self.wire = conn.address
+        self.sent = 0
+        self.blocked = False
+        self.last_heard = now
+        self.answer_at = now
+        self.stats.connections += 1
+
+    def detach(self) -> Conn | None:
+        """The connection is broken; the session waits for the next."""
+        conn = self.conn
+        self.partial = None
+        self.blocked = False
+        self.conn = None
+        return conn
+
+    # -- sending ----------
+
+    def control(self, kind: int, content: object) -> None:
+        """Queue a numbered control frame ahead of all messages not yet framed."""
+        self._append(self.control_frame(kind, content))
+
+    def control_frame(self, kind: int, content: object) -> Frame:
+        """The next frame, to be appended to `frames` by the caller."""
+        return Frame(kind, self.number + 1, [wire.encode(content)])
+
+    def introduce(self, parts: Iterable[Sequence[wire.Subscribe]]) -> None:
+        """Queue the session's first frames: all subscriptions, the last one marked."""
+        frames = [
+            Frame(wire.SUBSCRIBE, self.number + n, [wire.encode(part)])
+            for n, part in enumerate(parts, 1)
+        ]
+        frames[-1].flags = wire.FLAG_LAST
+        for frame in frames:
+            self._append(frame)
+
+    def _append(self, frame: Frame) -> None:
+        self.frames.append(frame)
+        self.number = frame.number
+
+    def offer(self, feed: Feed, nbytes: int) -> None:
+        """A message was committed to `feed`."""
+        self.waiting_messages += 1
+        self.waiting_bytes += nbytes
+        if feed not in self.busy:
+            self.busy.append(feed)
+
+    def pump(self, now: float, flush: bool = False) -> bool:
+        """Send what the connection takes; whether that was anything.
+
+        A batch of small messages waits for more while an earlier one is unanswered,
+        until it is full or `batch_at`; `flush` sends it now.
+        """
+        conn = self.conn
+        if conn is None or self.blocked:
+            return False
+        before = self.stats.sent_frames
+        frames = self.frames
+        while True:
+            if self.sent == len(frames):
+                if self.busy and not (flush or self._batch_due(now)):
+                    break
+                if not (self.busy and self._frame_next()):
+                    self.batch_at = None
+                    self.waiting_messages = self.waiting_bytes = 0
+                    break
+            if not self._transmit(conn, frames[self.sent], now):
+                self.blocked = True
+                return self.stats.sent_frames != before
+            self.sent += 1
+        if self.answer_at is not None and (flush or now >= self.answer_at):
+            self.answer(now)
+        return self.stats.sent_frames != before
+
+    def _batch_due(self, now: float) -> bool:
+        if (
+            not self.batches_unanswered
+            or self.waiting_messages >= BATCH_MESSAGES
+            or self.waiting_bytes >= BATCH_BYTES
+        ):
+            return True
+        if self.batch_at is None:
+            self.batch_at = now + ANSWER_SECONDS
+        return now >= self.batch_at
+
+    def _transmit(self, conn: Conn, frame: Frame, now: float) -> bool:
+        head = wire.HEADER.pack(
+            frame.kind, frame.flags, 0, frame.number, self.received
+        ) + b"".join(frame.parts)
+        body = None
+        if frame.message is not None:
+            chunk = frame.message.chunks[frame.chunk]
+            assert chunk is not None  # kept until this frame is received
+            body = chunk[1]
+        self.sending = True
+        accepted = conn.try_send(head, body)
+        self.sending = False
+        if not accepted:
+            return False
+        self._sent_something(now)
+        stats = self.stats
+        stats.sent_frames += 1
+        stats.sent_bytes += len(head) + (0 if body is None else len(body))
+        if frame.sent_before:
+            stats.resent_frames += 1
+        frame.sent_before = True
+        return True
+
+    def _sent_something(self, now: float) -> None:
+        self.last_sent = now
+        self.answer_at = None
+        self.unanswered = 0
+
+    def answer(self, now: float) -> None:
+        """Send RECEIVED on its own; it also shows that this member lives."""
+        if self.conn is None or self.blocked:
+            return
+        head = wire.HEADER.pack(wire.RECEIVED, 0, 0, 0, self.received)
+        self.sending = True
+        accepted = self.conn.try_send(head)
+        self.sending = False
+        if accepted:
+            self._sent_something(now)
+            self.stats.sent_frames += 1
+        else:
+            self.blocked = True
+
+    def _frame_next(self) -> bool:
+        """Frame what comes next, topics in turn: one chunk, or a batch.
+
+        The frame is appended before its messages leave their queues: an interrupt in
+        between frames them twice, and the peer drops them by their sequence.
+        """
+        busy = self.busy
+        parts: list[bytes] = []
+        taken: list[tuple[Feed, int, int]] = []
+        size = count = flags = 0
+        for _ in range(len(busy)):
+            feed = busy[0]
+            message = feed.head()
+            if message is None:
+                # A keep-last feed comes back when its message has been received.
+                busy.popleft()
+                continue
+            if message.data is None:
+                if parts:
+                    break
+                busy.rotate(-1)
+                self._append_chunk(feed, message)
+                return True
+            n = 0
+            subscription = feed.subscription
+            for message in feed.queue:
+                data = message.data
+                if data is None or size >= BATCH_BYTES or count >= BATCH_MESSAGES:
+                    break
+                parts.append(
+                    _pack_record(
+                        len(data), subscription, message.sequence, message.published_at
+                    )
+                )
+                parts.append(data)
+                size += len(data) + wire.RECORD_BYTES
+                count += 1
+                n += 1
+                sequence = message.sequence
+                if feed.keep is not None:
+                    flags = wire.FLAG_ANSWER
+                    break
+            taken.append((feed, sequence, n))
+            busy.rotate(-1)
+            if size >= BATCH_BYTES or count >= BATCH_MESSAGES:
+                break
+        if not parts:
+            return False
+        completes = [(feed, sequence) for feed, sequence, _ in taken]
+        self._append(Frame(wire.DATA, self.number + 1, parts, flags, completes))
+        for feed, _, n in taken:
+            for _ in range(n):
+                feed.queue.popleft()
+            feed.on_wire = feed.keep is not None
+        self.batches_unanswered += 1
+        self.waiting_messages = max(0, self.waiting_messages - count)
+        self.waiting_bytes = max(0, self.waiting_bytes - size)
+        self.batch_at = None
+        return True
+
+    def _append_chunk(self, feed: Feed, message: Outgoing) -> None:
+        index = 0 if feed.progress is None else feed.progress[1]
+        chunk = message.chunks[index]
+        assert chunk is not None
+        last = index + 1 == len(message.chunks)
+        head = wire.CHUNK_HEAD.pack(
+            feed.subscription,
+            0,
+            message.sequence,
+            message.published_at,
+            message.nbytes,
+            chunk[0],
+        )
+        flags = wire.FLAG_LAST if last else 0
+        if last or index % CHUNKS_PER_ANSWER == 0:
+            flags |= wire.FLAG_ANSWER
+        self._append(
+            Frame(
+                wire.CHUNK,
+                self.number + 1,
+                [head],
+                flags,
+                [(feed, message.sequence)] if last else None,
+                message,
+                index,
+            )
+        )
+        feed.on_wire = feed.keep is not None
+        begins = feed.progress is None
+        feed.progress = None if last else (message, index + 1)
+        if begins:
+            feed.queue.popleft()
+        self.waiting_messages = max(0, self.waiting_messages - last)
+        self.waiting_bytes = max(0, self.waiting_bytes - len(chunk[1]))
+
+    # -- what the peer has received ----------
+
+    def forget_received(self, number: int) -> bool:
+        """The peer has all frames up to `number`; whether that was news.
+
+        Raises:
+            Malformed: No frame of that number was sent.
+        """
+        if number > self.number:
+            raise Malformed(f"frame {number} received, but {self.number} is the newest")
+        frames = self.frames
+        news = False
+        while frames and frames[0].number <= number:
+            frame = frames[0]
+            news = True
+            for feed, sequence in frame.completes or ():
+                feed.received = max(feed.received, sequence)
+                feed.on_wire = False
+                if feed.queue and feed not in self.busy:
+                    self.busy.append(feed)
+            # Forgotten last, so that an interrupt cannot lose what it completed.
+            frames.popleft()
+            if self.sent:
+                self.sent -= 1
+            if frame.kind == wire.DATA:
+                self.batches_unanswered -= 1
+        return news
+
+    def repair(self) -> None:
+        """Derive again what an exception in mid-frame may have left undone."""
+        self.batches_unanswered = sum(f.kind == wire.DATA for f in self.frames)
+        if self.frames:
+            self.number = max(self.number, self.frames[-1].number)
+        self.waiting_messages = sum(len(feed.queue) for feed in self.feeds.values())
+        self.waiting_bytes = 0
+        self.batch_at = None
+        for feed in self.feeds.values():
+            if feed not in self.busy:
+                self.busy.append(feed)
+
+    def unsent(self, message: Outgoing) -> bool:
+        """Whether some keep-all part of a large message has never been handed over."""
+        for frame in self.frames:
+            if frame.message is message and not frame.sent_before:
+                return True
+        return any(
+            (feed.progress is not None and feed.progress[0] is message)
+            or (feed.keep is None and message in feed.queue)
+            for feed in self.feeds.values()
+        )
+
+    def large_messages(self) -> set[Outgoing]:
+        """Large messages that this session may still have to send."""
+        found = {f.message for f in self.frames if f.message is not None}
+        for feed in self.feeds.values():
+            found.update(m for m in feed.queue if m.data is None)
+            if feed.progress is not None:
+                found.add(feed.progress[0])
+        return found
+
+    def chunks_needed(self, message: Outgoing) -> set[int]:
+        """Chunks of a large message that this session may still have to send."""
+        needed = {f.chunk for f in self.frames if f.message is message}
+        for feed in self.feeds.values():
+            if feed.progress is not None and feed.progress[0] is message:
+                needed.update(range(feed.progress[1], len(message.chunks)))
+            if message in feed.queue:
+                needed.update(range(len(message.chunks)))
+        return needed

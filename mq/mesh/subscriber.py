@@ -1,0 +1,262 @@
+"""What this member is subscribed to, and what has arrived."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from mq.errors import MessagesLost
+from mq.mesh import wire
+from mq.mesh.atomic import append_each
+from mq.mesh.incoming import Arrivals, Entry, Inbox, Source, Subscription, Take
+from mq.mesh.wire import Chunk, Malformed, Subscribed
+from mq.stats import TopicStats
+
+if TYPE_CHECKING:
+    from mq.mesh.session import Session
+
+SUBSCRIPTIONS_PER_FRAME: Final = 200
+"""Keeps a SUBSCRIBE frame below 64 KiB with the longest topics."""
+MAX_REMEMBERED: Final = 1024
+"""Publishers that were given up without proof and whose streams are remembered."""
+
+
+class Subscriber:
+    """Subscriptions of this member, by topic and by id, and its inbox."""
+
+    def __init__(self, take: Take, max_message_bytes: int) -> None:
+        self.topics: dict[str, Subscription] = {}
+        self.inbox = Inbox()
+        self._by_id: dict[int, Subscription] = {}
+        self._next_id = 1
+        self._take = take
+        self._limit = max_message_bytes
+        self._remembered: dict[str, dict[str, int]] = {}
+
+    def subscribe(
+        self,
+        topic: str,
+        keep: int | None,
+        depth: int,
+        window_bytes: int,
+        zero_copy: bool,
+        device: str | None,
+        stats: TopicStats,
+        sessions: Sequence[Session],
+    ) -> Subscription:
+        """Begin a subscription and tell every peer."""
+        subscription = Subscription(
+            self._next_id, topic, keep, depth, window_bytes, zero_copy, device, stats
+        )
+        self._next_id += 1
+        self._by_id[subscription.id] = subscription
+        self.topics[topic] = subscription
+        for session in sessions:
+            self._tell(subscription, session)
+        return subscription
+
+    @staticmethod
+    def _tell(subscription: Subscription, session: Session) -> None:
+        session.control(wire.SUBSCRIBE, [subscription.add_source(session)])
+        subscription.sources[session].told = True
+
+    def unsubscribe(self, topic: str, sessions: Sequence[Session]) -> None:
+        """End a subscription; what has arrived of it is dropped."""
+        subscription = self.topics.pop(topic, None)
+        if subscription is not None:
+            self._end(subscription, sessions)
+
+    def _end(self, subscription: Subscription, sessions: Sequence[Session]) -> None:
+        subscription.stats.discarded += self.inbox.drop(subscription)
+        for session in sessions:
+            session.control(wire.UNSUBSCRIBE, subscription.id)
+        for remembered in self._remembered.values():
+            remembered.pop(subscription.topic, None)
+        del self._by_id[subscription.id]
+
+    def discard_all(self) -> None:
+        """Drop and count all messages of the inbox."""
+        for subscription in self.topics.values():
+            subscription.stats.discarded += self.inbox.drop(subscription)
+
+    def introduce(self, session: Session) -> None:
+        """Tell a new session's peer all subscriptions, in its first frames."""
+        seen = self._remembered.get(session.peer.incarnation, {})
+        requests = [
+            s.add_source(session, seen.get(s.topic, -1)) for s in self.topics.values()
+        ]
+        session.introduce(
+            requests[start : start + SUBSCRIPTIONS_PER_FRAME]
+            for start in range(0, max(1, len(requests)), SUBSCRIPTIONS_PER_FRAME)
+        )
+        for subscription in self.topics.values():
+            subscription.sources[session].told = True
+
+    def remove(self, session: Session, *, may_return: bool) -> None:
+        """The peer is gone; its messages in the inbox stay.
+
+        Args:
+            may_return: It may only have been stalled: remember where its streams
+                ended, so that a later session can tell what was lost in between.
+        """
+        seen: dict[str, int] = {}
+        for subscription in self.topics.values():
+            source = subscription.sources.get(session)
+            if source is not None and source.confirmed:
+                seen[subscription.topic] = max(source.newest, source.first - 1)
+        incarnation = session.peer.incarnation
+        if may_return:
+            self._remembered.setdefault(incarnation, {}).update(seen)
+            while len(self._remembered) > MAX_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+        else:
+            self._remembered.pop(incarnation, None)
+        for subscription in self.topics.values():
+            source = subscription.sources.get(session)
+            if source is not None:
+                if subscription.keep is None and source.unread()[0]:
+                    subscription.orphans.append(source)
+                del subscription.sources[session]
+
+    def repair(self, sessions: Sequence[Session]) -> None:
+        """Derive again what an exception may have left undone."""
+        alive = set(sessions)
+        for subscription in list(self._by_id.values()):
+            if self.topics.get(subscription.topic) is not subscription:
+                self._end(subscription, sessions)
+                continue
+            for session in list(subscription.sources):
+                if session not in alive:
+                    del subscription.sources[session]
+            for session in sessions:
+                source = subscription.sources.get(session)
+                if source is None or not source.told:
+                    self._tell(subscription, session)
+                elif subscription.keep is None:
+                    source.count_again(self.inbox.fifo)
+                    source.grant()
+                    session.control(wire.CREDIT, [source.credit()])
+
+    def unconfirmed(self, subscription: Subscription) -> list[Session]:
+        """Peers that have not acknowledged a subscription."""
+        return [s for s, source in subscription.sources.items() if not source.confirmed]
+
+    # -- what peers send ----------
+
+    def subscribed(self, session: Session, answers: Sequence[Subscribed]) -> None:
+        """A publisher acknowledged; report what was lost since its last session."""
+        remembered = self._remembered.get(session.peer.incarnation, {})
+        begun: dict[Source, Arrivals] = {}
+        lost: dict[str, int] = {}
+        for answer in answers:
+            source = self._unconfirmed_source(session, answer.subscription)
+            if source is None or source in begun:
+                continue
+            topic = source.subscription.topic
+            seen = remembered.get(topic)
+            if seen is None:
+                begun[source] = source.begin(answer.next_sequence, -1)
+                continue
+            begun[source] = source.begin(max(answer.next_sequence, seen + 1), seen)
+            count = answer.next_sequence - 1 - seen - (answer.retained > seen)
+            if count > 0 and source.subscription.keep is None:
+                lost[topic] = count
+            elif count > 0:
+                source.subscription.stats.dropped += count
+        queues: tuple[deque[Any], ...] = tuple(source.arrivals for source in begun)
+        items: tuple[object, ...] = tuple(begun.values())
+        if lost:
+            notice = MessagesLost(session.name, sorted(lost), sum(lost.values()))
+            queues, items = (*queues, self.inbox.fifo), (*items, notice)
+        append_each(queues, items)
+        for source in begun:
+            topic = source.subscription.topic
+            remembered.pop(topic, None)
+            source.subscription.stats.lost += lost.get(topic, 0)
+
+    def _unconfirmed_source(self, session: Session, subscription: int) -> Source | None:
+        known = self._by_id.get(subscription)
+        source = None if known is None else known.sources.get(session)
+        return None if source is None or source.confirmed else source
+
+    def data(self, session: Session, view: memoryview) -> None:
+        """A batch of small messages."""
+        run: list[Entry] = []
+        source: Source | None = None
+        current = -1
+        for subscription, sequence, published_at, area in wire.records(
+            view, wire.HEADER_BYTES
+        ):
+            if subscription != current:
+                if run and source is not None:
+                    self._arrived(source, run)
+                run = []
+                current = subscription
+                source = self._source(session, subscription)
+            if len(area) > self._limit:
+                raise Malformed(f"a message of {len(area)} bytes is over the limit")
+            if source is not None:
+                run.append(Entry(source, sequence, published_at, area))
+        if run and source is not None:
+            self._arrived(source, run)
+
+    def _arrived(self, source: Source, entries: list[Entry]) -> None:
+        source.arrived(self.inbox.fifo, entries)
+        self._activate(source)
+
+    def _activate(self, source: Source) -> None:
+        """A publisher that begins to publish gets the share of those that do."""
+        if not source.active:
+            source.active = True
+            self.grant(source)
+
+    def _source(self, session: Session, subscription: int) -> Source | None:
+        known = self._by_id.get(subscription)
+        if known is None:
+            if subscription >= self._next_id:
+                raise Malformed(f"subscription {subscription} never existed")
+            return None
+        source = known.sources.get(session)
+        if source is None or not source.confirmed:
+            raise Malformed(f"message for unconfirmed subscription {subscription}")
+        return source
+
+    def place(self, session: Session, chunk: Chunk, nbytes: int) -> memoryview | None:
+        """Where the body of a chunk goes; None if nobody wants it."""
+        source = self._source(session, chunk.subscription)
+        if source is None:
+            return None
+        return source.place(chunk, nbytes, self._limit, self._take)
+
+    def placed(self, session: Session, chunk: Chunk, nbytes: int, last: bool) -> None:
+        """The body of a chunk is in its place."""
+        source = self._source(session, chunk.subscription)
+        if source is not None:
+            source.placed(chunk, nbytes, last, self.inbox.fifo)
+            if last:
+                self._activate(source)
+
+    # -- what recv takes ----------
+
+    def take(self) -> Entry | MessagesLost | None:
+        """The next message or notice of the inbox; grants credit where it is due.
+
+        An exception takes nothing.
+        """
+        try:
+            item = self.inbox.take()
+            if type(item) is Entry:
+                source = item.source
+                if source.grant_is_due() and source.subscription.keep is None:
+                    self.grant(source)
+            return item
+        except BaseException:
+            self.inbox.undo_take()
+            raise
+
+    def grant(self, source: Source) -> None:
+        """Tell the publisher of more credit, if it is still there and gets more."""
+        if source.session in source.subscription.sources and source.grant():
+            source.session.control(wire.CREDIT, [source.credit()])
+            source.session.credit_due = True
