@@ -1,0 +1,70 @@
+"""All open queues: closed at exit, let go of in forks, told of new types."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Final
+
+from mq import safe_types
+
+if TYPE_CHECKING:
+    from mq.queue import MQ
+
+logger = logging.getLogger(__name__)
+
+EXIT_LINGER: Final = 5.0
+"""Seconds that exit waits for messages to be delivered."""
+
+_open: set[MQ] = set()
+# Strong references: a queue whose last name is gone is still to be closed properly.
+_pid = 0
+
+
+def register(queue: MQ) -> None:
+    """Close this queue at exit, unless it was closed before."""
+    global _pid
+    _open.add(queue)
+    if _pid == os.getpid():
+        return
+    if not _pid:
+        os.register_at_fork(after_in_child=_after_fork)
+        safe_types.on_change.append(_types_changed)
+    _pid = os.getpid()
+    atexit.register(_close_all)
+    util = sys.modules.get("multiprocessing.util")
+    process = sys.modules.get("multiprocessing.process")
+    if util is not None and process is not None and process.parent_process():
+        # multiprocessing's children leave by os._exit, which skips atexit.
+        util.Finalize(None, _close_all, exitpriority=100)
+
+
+def unregister(queue: MQ) -> None:
+    """The queue is closed."""
+    _open.discard(queue)
+
+
+def _types_changed() -> None:
+    """A payload type was registered: every open queue announces it."""
+    for queue in list(_open):
+        queue.types_changed()
+
+
+def _close_all() -> None:
+    for queue in list(_open):
+        _close(queue)
+
+
+def _close(queue: MQ) -> None:
+    try:
+        queue.close(EXIT_LINGER)
+    except Exception:
+        logger.exception("could not close %r at exit", queue)
+
+
+def _after_fork() -> None:
+    for queue in list(_open):
+        queue.abandon()
+    _open.clear()

@@ -1,0 +1,199 @@
+"""Backend strings and the links behind them; nothing is imported until asked for.
+
+Third parties register with `register` or by an entry point of group ``mq.transports``
+whose name is the backend string and whose value is the `mq.transport.Link` class.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from mq.errors import TransportUnavailable, UnknownTransport
+from mq.transport import Capabilities, Link
+
+ENTRY_POINTS: Final = "mq.transports"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a backend's link is found.
+
+    Attributes:
+        target: ``package.module:Class``, or the class.
+        library: What must be installed, for the error that says it is not.
+        options: Given to the class before those of the user.
+    """
+
+    target: str | type[Link]
+    library: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_TABLE: Final[dict[str, Entry]] = {
+    "inproc": Entry("transports.inproc:InprocLink"),
+    "zmq": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("ipc", "tcp")}),
+    "zmq:ipc": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("ipc",)}),
+    "zmq:tcp": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("tcp",)}),
+}
+
+table: Final[Mapping[str, Entry]] = MappingProxyType(_TABLE)
+"""The registered backends; those of entry points come with `names`."""
+
+
+def register(
+    name: str,
+    target: str | type[Link],
+    *,
+    library: str = "",
+    replace: bool = False,
+    **options: Any,
+) -> None:
+    """Make a link known under a backend string.
+
+    Args:
+        name: The backend string.
+        target: The class, or ``package.module:Class`` to import when first used.
+        library: What to ``pip install`` when the module cannot be imported.
+        replace: Whether to take the place of a backend of the same name.
+        options: Keyword arguments for the class; those of `mq.connect` come on top.
+
+    Raises:
+        ValueError: The name is taken and `replace` is False, or the target malformed.
+    """
+    if not name or not name.isprintable():
+        raise ValueError(f"{name!r} is no name for a transport")
+    if name in names() and not replace:
+        raise ValueError(f"transport {name!r} exists; pass replace=True to replace it")
+    if isinstance(target, str) and target.count(":") != 1:
+        raise ValueError(f"target {target!r} is not of the form 'package.module:Class'")
+    _TABLE[name] = Entry(target, library, options)
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    return {p.name: p for p in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+
+
+def names() -> list[str]:
+    """All backend strings, sorted."""
+    return sorted({*_TABLE, *_entry_points()})
+
+
+def _entry(name: str) -> Entry:
+    entry = _TABLE.get(name)
+    if entry is None:
+        point = _entry_points().get(name)
+        if point is not None:
+            library = point.dist.name if point.dist is not None else ""
+            return Entry(point.value, library)
+        known = names()
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UnknownTransport(f"no transport {name!r}{hint} Known: {', '.join(known)}")
+    return entry
+
+
+def _load(name: str) -> tuple[type[Link], Entry]:
+    entry = _entry(name)
+    if not isinstance(entry.target, str):
+        return entry.target, entry
+    module_name, _, class_name = entry.target.partition(":")
+    try:
+        loaded = getattr(importlib.import_module(module_name), class_name)
+    except ImportError as error:
+        library = entry.library or module_name
+        raise TransportUnavailable(
+            f"transport {name!r} needs {library}, which cannot be imported ({error}): "
+            f"pip install {library}"
+        ) from error
+    except AttributeError as error:
+        raise TransportUnavailable(
+            f"transport {name!r}: {module_name} has no {class_name}"
+        ) from error
+    if not (isinstance(loaded, type) and issubclass(loaded, Link)):
+        raise TransportUnavailable(
+            f"transport {name!r}: {entry.target} is no subclass of mq.transport.Link"
+        )
+    return loaded, entry
+
+
+def load(name: str) -> type[Link]:
+    """The class of a backend that can be used here.
+
+    Raises:
+        UnknownTransport: No such backend.
+        TransportUnavailable: Its library is missing, or it cannot work on this host.
+    """
+    link, _ = _load(name)
+    reason = link.unusable()
+    if reason is not None:
+        raise TransportUnavailable(f"transport {name!r} cannot run here: {reason}")
+    return link
+
+
+def create(name: str, options: Mapping[str, Any]) -> Link:
+    """A link of a backend, not yet opened.
+
+    Raises:
+        UnknownTransport, TransportUnavailable: As `load`.
+        TypeError: An option is unknown; names the nearest one.
+    """
+    link = load(name)
+    entry = _entry(name)
+    check_options(name, link, options)
+    return link(**{**entry.options, **options})
+
+
+def option_names(name: str) -> list[str]:
+    """The options that a backend takes on top of those of `mq.connect`."""
+    link, entry = _load(name)
+    parameters = inspect.signature(link).parameters.values()
+    return [
+        p.name
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.name not in entry.options
+    ]
+
+
+def check_options(name: str, link: type[Link], options: Mapping[str, Any]) -> None:
+    """Raises: TypeError, if the backend has no such option."""
+    known = option_names(name)
+    for option in options:
+        if option in known:
+            continue
+        connect_options = [
+            *("group", "name", "rendezvous", "listen", "attach_to", "labels"),
+            *("connect_timeout", "peer_timeout", "max_message_bytes"),
+            *("allow_pickle", "secret", "insecure"),
+        ]
+        close = difflib.get_close_matches(option, connect_options + known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        own = ", ".join(known) or "none"
+        raise TypeError(
+            f"mq.connect({name!r}) has no option {option!r}{hint} "
+            f"Options of this transport: {own}"
+        )
+
+
+def check(name: str) -> str | None:
+    """Why a backend cannot be used here, in words, or None."""
+    try:
+        load(name)
+    except (TransportUnavailable, UnknownTransport) as error:
+        return str(error)
+    return None
+
+
+def capabilities(name: str) -> Capabilities:
+    """What a backend can do.
+
+    Raises:
+        UnknownTransport, TransportUnavailable: It is not known or cannot be imported.
+    """
+    return _load(name)[0].capabilities

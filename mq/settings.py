@@ -1,0 +1,202 @@
+"""What `connect` was told, by arguments or the environment, and by which."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+FOUR_GIB: Final = 4 << 30
+_counter = count(1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The resolved arguments of `mq.connect`; `sources` says where each came from."""
+
+    backend: str
+    group: str
+    name: str
+    rendezvous: str | None
+    listen: tuple[str, ...]
+    attach_to: tuple[str, ...]
+    labels: tuple[str, ...]
+    secret: bytes | None
+    connect_timeout: float
+    peer_timeout: float | None
+    max_message_bytes: int
+    insecure: bool
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def explicit(self) -> bool:
+        """Whether members meet by explicit addresses and nothing else."""
+        return self.rendezvous is None and bool(self.listen or self.attach_to)
+
+
+def resolve(
+    *,
+    backend: str | None,
+    group: str | None,
+    name: str | None,
+    rendezvous: str | None,
+    listen: str | Sequence[str] | None,
+    attach_to: str | Sequence[str],
+    labels: str | Sequence[str],
+    secret: str | bytes | None,
+    connect_timeout: float,
+    peer_timeout: float | None,
+    max_message_bytes: int | None,
+    insecure: bool,
+    env: Mapping[str, str] = os.environ,
+) -> Settings:
+    """Fill in from the environment what was not given, and check everything.
+
+    Raises:
+        ValueError, TypeError: Something is missing or malformed; names it.
+    """
+    sources: dict[str, str] = {}
+
+    def pick(key: str, given: str | None, variable: str) -> str | None:
+        if given is not None:
+            sources[key] = "argument"
+            return given
+        value = env.get(variable)
+        sources[key] = "default" if not value else f"environment {variable}"
+        return value or None
+
+    chosen_backend = pick("backend", backend, "MQ_BACKEND")
+    if chosen_backend is None:
+        raise ValueError(
+            "which backend? Pass one, as in mq.connect('zmq'), or set MQ_BACKEND; "
+            "`mq transports` lists them"
+        )
+    chosen_group = pick("group", group, "MQ_GROUP")
+    if chosen_group is None:
+        raise ValueError(
+            "which group? Pass group='...' or set MQ_GROUP: members of one group hear "
+            "each other, so a default would join unrelated runs"
+        )
+    chosen_name = pick("name", name, "MQ_NAME") or _default_name()
+    _check_text("group", chosen_group, 100)
+    _check_text("name", chosen_name, 100)
+    listen_list = _strings("listen", listen or ())
+    attach_list = _strings("attach_to", attach_to)
+    meeting = pick("rendezvous", rendezvous, "MQ_RENDEZVOUS")
+    if meeting is None and not attach_list and _under_torchrun(env):
+        meeting = "env://"
+        sources["rendezvous"] = "torchrun's environment"
+    elif meeting is None and (listen_list or attach_list):
+        sources["rendezvous"] = "none: listen or attach_to was given"
+    label_list = _strings("labels", labels)
+    sources["labels"] = "argument" if label_list else "default"
+    if not label_list and env.get("MQ_LABELS"):
+        label_list = tuple(x for x in env["MQ_LABELS"].split(",") if x)
+        sources["labels"] = "environment MQ_LABELS"
+    for label in label_list:
+        _check_text("label", label, 255)
+    _check_seconds("connect_timeout", connect_timeout)
+    if peer_timeout is not None:
+        _check_seconds("peer_timeout", peer_timeout)
+        if peer_timeout < 0.1:
+            raise ValueError(f"peer_timeout is {peer_timeout} s, at least 0.1 s needed")
+    sources["max_message_bytes"] = "argument"
+    if max_message_bytes is None:
+        max_message_bytes = min(FOUR_GIB, memory_bytes() // 2)
+        sources["max_message_bytes"] = "smaller of 4 GiB and half of the memory"
+    elif type(max_message_bytes) is not int or max_message_bytes < 1:
+        raise ValueError(f"max_message_bytes is {max_message_bytes!r}, need 1 or more")
+    return Settings(
+        backend=chosen_backend,
+        group=chosen_group,
+        name=chosen_name,
+        rendezvous=meeting,
+        listen=listen_list,
+        attach_to=attach_list,
+        labels=label_list,
+        secret=_secret(secret, env, sources),
+        connect_timeout=float(connect_timeout),
+        peer_timeout=peer_timeout,
+        max_message_bytes=max_message_bytes,
+        insecure=insecure,
+        sources=sources,
+    )
+
+
+def _default_name() -> str:
+    return f"{socket.gethostname() or 'localhost'}-{os.getpid()}-{next(_counter)}"
+
+
+def _under_torchrun(env: Mapping[str, str]) -> bool:
+    return all(
+        env.get(key) for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
+
+
+def _check_text(what: str, value: object, limit: int) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is a str, not {type(value).__name__}")
+    if not 1 <= len(value) <= limit or not value.isprintable():
+        raise ValueError(
+            f"{what} {value[:50]!r} is not 1 to {limit} printable characters"
+        )
+
+
+def _check_seconds(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{what} is seconds, not {type(value).__name__}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{what} is {value}, but must be a positive number of seconds")
+
+
+def _strings(what: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, str) else tuple(value)
+    for item in values:
+        if not isinstance(item, str) or not item:
+            raise TypeError(f"{what} is a string or several, got {item!r}")
+    return values
+
+
+def _secret(
+    secret: str | bytes | None, env: Mapping[str, str], sources: dict[str, str]
+) -> bytes | None:
+    sources["secret"] = "argument"
+    if secret is None and env.get("MQ_SECRET"):
+        secret = env["MQ_SECRET"]
+        sources["secret"] = "environment MQ_SECRET"
+    elif secret is None and env.get("MQ_SECRET_FILE"):
+        path = env["MQ_SECRET_FILE"]
+        sources["secret"] = f"file {path} of MQ_SECRET_FILE"
+        try:
+            secret = Path(path).read_bytes().strip()
+        except OSError as error:
+            raise ValueError(
+                f"MQ_SECRET_FILE {path!r} cannot be read: {error}"
+            ) from error
+    if secret is None:
+        sources["secret"] = "the rendezvous"
+        return None
+    raw = secret.encode() if isinstance(secret, str) else bytes(secret)
+    if len(raw) < 8:
+        raise ValueError("the secret is shorter than 8 bytes; use a random one")
+    return raw
+
+
+def memory_bytes() -> int:
+    """Memory that this process may use: of the machine, or of its cgroup if less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in (
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+    ):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total

@@ -1,0 +1,104 @@
+"""Backend strings: three failures with three messages, and options checked by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mq import registry
+from mq.errors import MQError, TransportUnavailable, UnknownTransport
+from mq.transport import Link
+from transports.inproc import InprocLink
+
+
+@pytest.fixture
+def clean_table() -> Iterator[None]:
+    """Undo what a test registers."""
+    before = dict(registry._TABLE)
+    yield
+    registry._TABLE.clear()
+    registry._TABLE.update(before)
+
+
+def test_an_unknown_name_gets_the_nearest_and_all_known_ones() -> None:
+    """The error is also a LookupError and an MQError."""
+    with pytest.raises(UnknownTransport, match="did you mean 'zmq:tcp'") as caught:
+        registry.load("zmq:tpc")
+
+    assert isinstance(caught.value, LookupError)
+    assert isinstance(caught.value, MQError)
+    assert "inproc" in str(caught.value)
+
+
+@pytest.mark.usefixtures("clean_table")
+def test_a_missing_library_gets_the_command_that_installs_it() -> None:
+    """Not installed is another failure than unknown."""
+    registry.register("absent", "no_such_module:Link", library="nosuchlib")
+
+    with pytest.raises(TransportUnavailable, match="pip install nosuchlib"):
+        registry.load("absent")
+    assert "pip install nosuchlib" in (registry.check("absent") or "")
+
+
+@pytest.mark.usefixtures("clean_table")
+def test_a_transport_that_cannot_work_here_says_why() -> None:
+    """Not usable on this host is the third failure."""
+
+    class Unusable(InprocLink):
+        @classmethod
+        def unusable(cls) -> str | None:
+            return "no such device"
+
+    registry.register("unusable", Unusable)
+
+    with pytest.raises(TransportUnavailable, match="cannot run here: no such device"):
+        registry.load("unusable")
+
+
+@pytest.mark.usefixtures("clean_table")
+def test_a_taken_name_is_replaced_only_on_request() -> None:
+    """Two libraries that register one name do not displace each other in silence."""
+    registry.register("mine", InprocLink)
+
+    with pytest.raises(ValueError, match="replace=True"):
+        registry.register("mine", InprocLink)
+    registry.register("mine", "transports.inproc:InprocLink", replace=True)
+    assert registry.load("mine") is InprocLink
+
+
+@pytest.mark.usefixtures("clean_table")
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("transports.inproc:Nothing", "has no Nothing"),
+        ("transports.inproc:secrets", "no subclass"),
+        ("mq.errors:Closed", "no subclass"),
+    ],
+)
+def test_a_target_that_is_no_link_is_refused(target: str, reason: str) -> None:
+    """An entry point may name anything; only links are loaded."""
+    registry.register("odd", target)
+
+    with pytest.raises(TransportUnavailable, match=reason):
+        registry.load("odd")
+
+
+def test_a_malformed_target_is_refused_at_once() -> None:
+    """The form is package.module:Class."""
+    with pytest.raises(ValueError, match=r"package\.module:Class"):
+        registry.register("odd", "transports.inproc.InprocLink")
+
+
+def test_an_unknown_option_gets_the_nearest_one() -> None:
+    """Options of connect and of the transport are looked through."""
+    with pytest.raises(TypeError, match="did you mean 'peer_timeout'"):
+        registry.create("inproc", {"peer_timeuot": 3})
+
+
+def test_every_registered_transport_is_a_link_with_capabilities() -> None:
+    """The table holds what it promises."""
+    for name in ("inproc", "zmq", "zmq:ipc", "zmq:tcp"):
+        assert issubclass(registry.load(name), Link)
+        assert registry.capabilities(name).reach in ("process", "host", "network")
+    assert list(registry.table) == sorted(registry.table)

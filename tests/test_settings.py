@@ -1,0 +1,117 @@
+"""Arguments and environment of `connect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mq import settings
+
+
+def resolve(env: dict[str, str] | None = None, **given: Any) -> settings.Settings:
+    """`settings.resolve` with everything left out that is not given."""
+    defaults: dict[str, Any] = {
+        "backend": None,
+        "group": None,
+        "name": None,
+        "rendezvous": None,
+        "listen": None,
+        "attach_to": (),
+        "labels": (),
+        "secret": None,
+        "connect_timeout": 30.0,
+        "peer_timeout": 10.0,
+        "max_message_bytes": None,
+        "insecure": False,
+    }
+    return settings.resolve(**{**defaults, **given}, env=env or {})
+
+
+def test_the_environment_fills_in_what_was_not_given() -> None:
+    """A launcher configures an unchanged program."""
+    env = {
+        "MQ_BACKEND": "zmq",
+        "MQ_GROUP": "g",
+        "MQ_NAME": "n",
+        "MQ_RENDEZVOUS": "tcp://127.0.0.1:1",
+        "MQ_LABELS": "a,b",
+        "MQ_SECRET": "twelve bytes",
+    }
+
+    found = resolve(env)
+
+    assert (found.backend, found.group, found.name) == ("zmq", "g", "n")
+    assert found.rendezvous == "tcp://127.0.0.1:1"
+    assert found.labels == ("a", "b")
+    assert found.secret == b"twelve bytes"
+    assert found.sources["backend"] == "environment MQ_BACKEND"
+
+
+def test_an_argument_beats_the_environment() -> None:
+    """And describe() can say so."""
+    found = resolve({"MQ_GROUP": "other"}, backend="zmq", group="mine")
+
+    assert found.group == "mine"
+    assert found.sources["group"] == "argument"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"group": "g"}, "which backend"),
+        ({"backend": "zmq"}, "which group"),
+        ({"backend": "zmq", "group": ""}, "group"),
+        ({"backend": "zmq", "group": "a\nb"}, "printable"),
+        ({"backend": "zmq", "group": "g", "name": "x" * 101}, "name"),
+        ({"backend": "zmq", "group": "g", "peer_timeout": 0}, "peer_timeout"),
+        ({"backend": "zmq", "group": "g", "connect_timeout": -1}, "connect_timeout"),
+        ({"backend": "zmq", "group": "g", "max_message_bytes": 0}, "max_message_bytes"),
+        ({"backend": "zmq", "group": "g", "secret": "short"}, "8 bytes"),
+    ],
+)
+def test_bad_values_are_named(given: dict[str, Any], message: str) -> None:
+    """Bad input gets an error that names the thing."""
+    with pytest.raises(ValueError, match=message):
+        resolve(None, **given)
+
+
+def test_torchrun_is_recognised_and_explicit_addresses_go_before_it() -> None:
+    """Under torchrun, members meet at its store without configuration."""
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+
+    found = resolve(env, backend="zmq", group="g")
+    explicit = resolve(env, backend="zmq", group="g", attach_to="tcp://h:1")
+
+    assert found.rendezvous == "env://"
+    assert not found.explicit
+    assert explicit.explicit
+
+
+def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
+    """MQ_SECRET_FILE keeps it out of the process's environment."""
+    path = tmp_path / "secret"
+    path.write_bytes(b"from a file\n")
+
+    found = resolve({"MQ_SECRET_FILE": str(path)}, backend="zmq", group="g")
+
+    assert found.secret == b"from a file"
+    with pytest.raises(ValueError, match="MQ_SECRET_FILE"):
+        resolve({"MQ_SECRET_FILE": str(path) + "x"}, backend="zmq", group="g")
+
+
+def test_default_names_differ() -> None:
+    """Two queues of one process are two members."""
+    first = resolve(backend="zmq", group="g")
+    second = resolve(backend="zmq", group="g")
+
+    assert first.name != second.name
+
+
+def test_the_largest_message_is_bounded_by_the_memory() -> None:
+    """The default never exceeds 4 GiB or half of what the process may use."""
+    found = resolve(backend="zmq", group="g")
+
+    assert found.max_message_bytes <= settings.FOUR_GIB
+    assert found.max_message_bytes <= settings.memory_bytes() // 2
