@@ -1,0 +1,464 @@
+"""The promises of `mq.transport.Link`, as functions of what makes a link."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from mq.mesh.poller import Poller
+from mq.transport import MAX_HEAD_BYTES, Conn, Event, Link, What
+
+MakeLink = Callable[[], Link]
+Content = tuple[bytes, bytes]
+PATIENCE = 30.0
+
+
+class Member:
+    """A link that is pumped by hand, and everything that it reported.
+
+    Attributes:
+        reading: Whether `pump` receives what is READABLE.
+    """
+
+    def __init__(self, make: MakeLink, poller: Poller) -> None:
+        self.link = make()
+        self.addresses = self.link.open(poller, [], None)
+        self.events: list[Event] = []
+        self.received: dict[Conn, list[Content]] = {}
+        self.reading = True
+        self._bodies: dict[Conn, tuple[bytes, bytearray]] = {}
+
+    def pump(self) -> None:
+        """Take every event there is, once."""
+        for event in self.link.poll():
+            if event.what is not What.READABLE:
+                self.events.append(event)
+            elif self.reading:
+                assert event.conn not in self.conns(What.LOST), "READABLE after LOST"
+                self._receive(event.conn)
+
+    def _receive(self, conn: Conn) -> None:
+        while True:
+            if conn not in self._bodies:
+                message = conn.receive()
+                if message is None:
+                    return
+                self._bodies[conn] = bytes(message[0]), bytearray(message[1])
+            head, body = self._bodies[conn]
+            if body and not conn.receive_body(memoryview(body)):
+                return
+            del self._bodies[conn]
+            self.received.setdefault(conn, []).append((head, bytes(body)))
+
+    def conns(self, what: What) -> list[Conn]:
+        """The connections of which this was reported."""
+        return [event.conn for event in self.events if event.what is what]
+
+
+class World:
+    """Links in one thread that share a poller; a context that closes them.
+
+    Attributes:
+        nap: How many seconds `until` waits between pumps where nothing happens.
+    """
+
+    nap = 1.0
+
+    def __init__(self, make: MakeLink, count: int = 2) -> None:
+        self.poller = Poller()
+        self.members = [Member(make, self.poller) for _ in range(count)]
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for member in self.members:
+            member.link.close()
+        self.poller.close()
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Pump all members until the condition holds."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            for member in self.members:
+                member.pump()
+            if condition():
+                return
+            left = deadline - time.monotonic()
+            assert left > 0, f"not within {PATIENCE} s: {what}"
+            self.poller.wait(min(left, self.nap))
+
+    def connect(self, dialler: int = 0, listener: int = 1) -> tuple[Conn, Conn]:
+        """The two ends of a new connection: the dialling and the accepting one."""
+        ours, theirs = self.members[dialler], self.members[listener]
+        known = len(theirs.conns(What.ACCEPTED))
+        conn = ours.link.dial(theirs.addresses[0])
+        self.until(
+            lambda: (
+                conn in ours.conns(What.OPENED)
+                and len(theirs.conns(What.ACCEPTED)) > known
+            ),
+            "OPENED here and ACCEPTED there",
+        )
+        return conn, theirs.conns(What.ACCEPTED)[-1]
+
+    def send(
+        self, conn: Conn, head: bytes | bytearray, body: bytes | bytearray = b""
+    ) -> None:
+        """Send a message, pumping while it is refused."""
+        view = memoryview(body) if body else None
+        self.until(lambda: conn.try_send(head, view), "room for a message")
+
+    def arrive(self, received: list[Content], count: int) -> None:
+        """Pump until so many messages were received."""
+        self.until(lambda: len(received) >= count, f"{count} messages")
+
+    def lost(self, member: int, conn: Conn) -> None:
+        """Pump until the connection is reported LOST, with a reason."""
+        events = self.members[member].events
+        self.until(
+            lambda: any(e.what is What.LOST and e.conn is conn for e in events), "LOST"
+        )
+        assert all(e.reason for e in events if e.what is What.LOST)
+
+
+def mixed_messages(chunk_bytes: int) -> list[Content]:
+    """Messages of every kind of size, each unlike the others."""
+    heads = [b"h", b"head" * 100, os.urandom(MAX_HEAD_BYTES)]
+    bodies = [b"", b"b", os.urandom(70_000), os.urandom(chunk_bytes), b""]
+    return [
+        (index.to_bytes(4, "big") + head, body)
+        if len(head) < MAX_HEAD_BYTES
+        # the largest head has no room for an index
+        else (head, body)
+        for index, (head, body) in enumerate(
+            (head, body) for head in heads for body in bodies
+        )
+    ]
+
+
+def keeps_messages_whole_and_in_order(make: MakeLink) -> None:
+    """Messages of every size arrive whole, unaltered and in order, both ways."""
+    with World(make) as world:
+        dialled, accepted = world.connect()
+        messages = mixed_messages(world.members[0].link.chunk_bytes) * 3
+        for head, body in messages:
+            world.send(dialled, head, body)
+            world.send(accepted, head, body)
+        for member, conn in zip(world.members, (dialled, accepted), strict=True):
+            received = member.received.setdefault(conn, [])
+            world.arrive(received, len(messages))
+            assert received == messages
+
+
+def copies_before_it_returns(make: MakeLink) -> None:
+    """After try_send returned True the caller may overwrite head and body."""
+    with World(make) as world:
+        dialled, accepted = world.connect()
+        expected: list[Content] = []
+        head = bytearray(1000)
+        body = bytearray(world.members[0].link.chunk_bytes)
+        for value in range(10):
+            head[:] = bytes([value]) * len(head)
+            body[:] = bytes([value]) * len(body)
+            expected.append((bytes(head), bytes(body)))
+            world.send(dialled, head, body)
+        head[:], body[:] = bytes(len(head)), bytes(len(body))
+        received = world.members[1].received.setdefault(accepted, [])
+        world.arrive(received, len(expected))
+        assert received == expected
+
+
+def reports_accepted_before_readable(make: MakeLink) -> None:
+    """A peer's first message is reported after ACCEPTED, which comes once."""
+    with World(make) as world:
+        first, second = world.members
+        dialled = first.link.dial(second.addresses[0])
+        world.until(lambda: dialled in first.conns(What.OPENED), "OPENED")
+        for index in range(5):
+            world.send(dialled, b"%d" % index)
+        world.until(
+            lambda: sum(map(len, second.received.values())) >= 5, "five messages"
+        )
+        (accepted,) = second.conns(What.ACCEPTED)
+        assert list(second.received) == [accepted]
+        assert first.conns(What.OPENED) == [dialled]
+
+
+def discards_a_body(make: MakeLink) -> None:
+    """A discarded body does not disturb what follows it."""
+    with World(make) as world:
+        dialled, accepted = world.connect()
+        world.members[1].reading = False
+        chunk = bytes(world.members[0].link.chunk_bytes)
+        assert dialled.try_send(b"one", memoryview(chunk))
+        assert dialled.try_send(b"two", memoryview(b"2"))
+        heads: list[tuple[bytes, int]] = []
+
+        def take() -> bool:
+            if (message := accepted.receive()) is not None:
+                heads.append((bytes(message[0]), message[1]))
+                accepted.discard_body()
+            return len(heads) == 2
+
+        world.until(take, "two heads")
+        assert heads == [(b"one", len(chunk)), (b"two", 1)]
+
+
+def refuses_when_full(make: MakeLink, dialler_sends: bool = True) -> None:
+    """A peer that does not read is refused, WRITABLE follows, nothing is lost."""
+    with World(make) as world:
+        ends = world.connect()
+        sender, receiver = world.members if dialler_sends else world.members[::-1]
+        ours, theirs = ends if dialler_sends else ends[::-1]
+        receiver.reading = False
+        body = memoryview(bytearray(sender.link.chunk_bytes))
+        sent = 0
+        while sent < 200:
+            sender.pump()
+            if not ours.try_send(sent.to_bytes(4, "big"), body):
+                break
+            sent += 1
+        assert 0 < sent < 200, "a peer that does not read must be refused"
+        receiver.reading = True
+        known = len(sender.conns(What.WRITABLE))
+        world.until(lambda: len(sender.conns(What.WRITABLE)) > known, "WRITABLE")
+        for index in range(sent, sent + 20):
+            world.send(ours, index.to_bytes(4, "big"), bytes(body))
+        received = receiver.received.setdefault(theirs, [])
+        world.arrive(received, sent + 20)
+        heads = [int.from_bytes(head, "big") for head, _ in received]
+        assert heads == list(range(sent + 20))
+        assert all(len(got) == len(body) for _, got in received)
+
+
+def does_not_spin_while_refused(make: MakeLink, dialler_sends: bool = True) -> None:
+    """While nothing happens, poll reports nothing and the poller sleeps."""
+    elsewhere = Poller()  # the receiver has something to read all the time
+    with World(make, 1) as world:
+        sender, receiver = world.members[0], Member(make, elsewhere)
+        world.members.append(receiver)
+        world.nap = 0.02
+        ends = world.connect(*((0, 1) if dialler_sends else (1, 0)))
+        ours = ends[not dialler_sends]
+        body = memoryview(bytearray(sender.link.chunk_bytes))
+        deadline = time.monotonic() + PATIENCE
+        quiet = 0
+        while quiet < 3:  # at first the kernel's buffers still fill
+            assert time.monotonic() < deadline, "the sender never came to rest"
+            while ours.try_send(b"head", body):
+                pass
+            sender.events.clear()
+            sender.pump()
+            woken = world.poller.wait(0.05)
+            quiet = 0 if woken or sender.events else quiet + 1
+    elsewhere.close()
+
+
+def serves_others_while_one_is_full(make: MakeLink) -> None:
+    """A peer that does not read delays neither another one nor its own successor."""
+    with World(make, 3) as world:
+        _, stalled = world.connect(0, 2)
+        reader, lively = world.connect(1, 2)
+        world.members[0].reading = False
+        body = memoryview(bytearray(world.members[2].link.chunk_bytes))
+        while stalled.try_send(b"stalled", body):
+            world.members[2].pump()
+        for index in range(100):
+            world.send(lively, b"%d" % index, b"body")
+        received = world.members[1].received.setdefault(reader, [])
+        world.arrive(received, 100)
+        world.members[0].reading = True
+        world.until(
+            lambda: stalled in world.members[2].conns(What.WRITABLE), "WRITABLE"
+        )
+
+
+def shows_close_to_the_other_end(make: MakeLink, dialler_closes: bool = True) -> None:
+    """A closed connection is LOST at the other end, after what was sent before."""
+    with World(make) as world:
+        ends = world.connect()
+        ours, theirs = ends if dialler_closes else ends[::-1]
+        closer, other = (0, 1) if dialler_closes else (1, 0)
+        messages = [(b"%d" % index, b"x" * index * 1000) for index in range(8)]
+        for head, body in messages:
+            world.send(ours, head, body)
+        ours.close()
+        ours.close()
+        world.lost(other, theirs)
+        assert world.members[other].received.get(theirs) == messages
+        assert ours not in world.members[closer].conns(What.LOST)
+        assert theirs.try_send(b"after")
+        assert ours.try_send(b"after")
+        theirs.close()
+        assert theirs.receive() is None
+
+
+def reports_a_dead_address(make: MakeLink) -> None:
+    """Dialling an address where nobody listens any more reports LOST, not OPENED."""
+    with World(make) as world:
+        gone = Member(make, world.poller)
+        gone.link.close()
+        conn = world.members[0].link.dial(gone.addresses[0])
+        world.lost(0, conn)
+        assert conn not in world.members[0].conns(What.OPENED)
+        assert conn.try_send(b"nobody reads this")
+        conn.close()
+
+
+def starts_a_new_connection_afresh(make: MakeLink) -> None:
+    """Nothing that was sent on an old connection arrives on a new one."""
+    with World(make) as world:
+        first, second = world.members
+        dialled, accepted = world.connect()
+        for _ in range(6):
+            dialled.try_send(b"old", memoryview(b"old body"))
+        dialled.close()
+        again, accepted_again = world.connect()
+        for _ in range(6):
+            accepted_again.try_send(b"old answer")
+        world.send(again, b"new")
+        world.until(lambda: accepted_again in second.received, "the new message")
+        world.lost(1, accepted)
+        assert second.received[accepted_again] == [(b"new", b"")]
+        assert second.received[accepted] == [(b"old", b"old body")] * 6
+        accepted_again.close()
+        third, accepted_third = world.connect()
+        world.send(accepted_third, b"answer")
+        world.until(lambda: third in first.received, "the new answer")
+        world.lost(0, again)
+        assert first.received[third] == [(b"answer", b"")]
+
+
+def delivers_before_the_link_closes(make: MakeLink, dialler: bool = True) -> None:
+    """What try_send accepted before the link's close still arrives, then LOST."""
+    with World(make) as world:
+        ends = world.connect()
+        ours, theirs = ends if dialler else ends[::-1]
+        closer, other = (0, 1) if dialler else (1, 0)
+        body = bytes(200_000)
+        for index in range(4):
+            assert ours.try_send(b"%d" % index, memoryview(body))
+        closing = threading.Thread(target=world.members[closer].link.close)
+        closing.start()
+        survivor = world.members.pop(other)
+        world.members[:] = [survivor]
+        world.lost(0, theirs)
+        closing.join(PATIENCE)
+        assert not closing.is_alive()
+        assert [head for head, _ in survivor.received[theirs]] == [
+            b"0",
+            b"1",
+            b"2",
+            b"3",
+        ]
+
+
+def rejects_foreign_addresses(make: MakeLink) -> None:
+    """Malformed and foreign addresses are a ValueError, and ranked out."""
+    with World(make, 1) as world:
+        (member,) = world.members
+        for address in ("", "nonsense", "carrier-pigeon://loft", "://"):
+            with pytest.raises(ValueError, match=re.escape(repr(address))):
+                member.link.dial(address)
+            assert member.link.rank([address], same_host=True) == []
+        assert member.link.rank(member.addresses, same_host=True) == member.addresses
+        assert not any(map(member.link.is_routable, member.addresses))
+
+
+def leaves_nothing_behind(make: MakeLink, cycles: int = 200) -> None:
+    """Opening, connecting and closing leaves no descriptor, thread or file.
+
+    `tempfile.tempdir` must be a directory that nobody else uses.
+    """
+
+    def cycle() -> None:
+        with World(make) as world:
+            dialled, accepted = world.connect()
+            world.send(dialled, b"ping", b"body")
+            world.until(lambda: accepted in world.members[1].received, "one message")
+
+    cycle()
+    before = _resources()
+    for _ in range(cycles):
+        cycle()
+    deadline = time.monotonic() + PATIENCE
+    while (after := _resources()) != before and time.monotonic() < deadline:
+        threading.Event().wait(0.01)  # the kernel frees a finished thread a bit later
+    assert after == before
+
+
+def _resources() -> tuple[int, int, list[str]]:
+    return (
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+        sorted(os.listdir(tempfile.gettempdir())),
+    )
+
+
+def wakes_a_waiting_thread(make: MakeLink, rounds: int = 2000) -> None:
+    """A thread in `Poller.wait` sees what arrives while another thread sends."""
+    poller = Poller()
+    done = threading.Event()
+    with World(make, 1) as world:
+        asker, echo = world.members[0], Member(make, poller)
+
+        def answer() -> None:
+            while not done.is_set():
+                echo.pump()
+                for conn, messages in echo.received.items():
+                    while messages:
+                        conn.try_send(messages.pop(0)[0])
+                poller.wait(PATIENCE)
+            echo.link.close()
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        try:
+            conn = asker.link.dial(echo.addresses[0])
+            world.until(lambda: conn in asker.conns(What.OPENED), "OPENED")
+            _exchange(world, asker, conn, rounds)
+        finally:
+            done.set()
+            poller.wake()
+            answering.join(PATIENCE)
+            poller.close()
+        assert not answering.is_alive()
+
+
+def _exchange(world: World, asker: Member, conn: Conn, rounds: int) -> None:
+    """Send from one thread while another waits in the poller and receives."""
+    lock = threading.Lock()
+    room = threading.Semaphore(4)
+    failure: list[str] = []
+
+    def ask() -> None:
+        for index in range(rounds):
+            if not room.acquire(timeout=PATIENCE):
+                failure.append(f"no answer to message {index}")
+                return
+            with lock:
+                conn.try_send(index.to_bytes(4, "big"))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    answers = asker.received.setdefault(conn, [])
+    deadline = time.monotonic() + PATIENCE
+    seen = 0
+    while seen < rounds and not failure and time.monotonic() < deadline:
+        with lock:
+            asker.pump()
+        for _ in range(len(answers) - seen):
+            room.release()
+        seen = len(answers)
+        if seen < rounds:
+            world.poller.wait(PATIENCE)  # a lost wake-up must not go unnoticed
+    asking.join(PATIENCE)
+    assert not failure, failure
+    assert [int.from_bytes(head, "big") for head, _ in answers] == list(range(rounds))

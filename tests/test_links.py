@@ -1,0 +1,135 @@
+"""The links keep the promises of `mq.transport`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+
+import links
+import pytest
+from links import MakeLink, World
+
+from mq.transport import What
+from transports.inproc import InprocLink
+from transports.zmq import ZmqLink
+
+ipc = functools.partial(ZmqLink, wires=("ipc",))
+tcp = functools.partial(ZmqLink, wires=("tcp",))
+LINKS = {"inproc": InprocLink, "zmq": ZmqLink, "zmq-ipc": ipc, "zmq-tcp": tcp}
+PROMISES: dict[str, Callable[[MakeLink], None]] = {
+    promise.__name__: promise
+    for promise in (
+        links.keeps_messages_whole_and_in_order,
+        links.copies_before_it_returns,
+        links.reports_accepted_before_readable,
+        links.discards_a_body,
+        links.refuses_when_full,
+        links.does_not_spin_while_refused,
+        links.serves_others_while_one_is_full,
+        links.shows_close_to_the_other_end,
+        links.reports_a_dead_address,
+        links.starts_a_new_connection_afresh,
+        links.delivers_before_the_link_closes,
+        links.rejects_foreign_addresses,
+        links.leaves_nothing_behind,
+        links.wakes_a_waiting_thread,
+    )
+}
+BOTH_WAYS = (
+    links.refuses_when_full,
+    links.does_not_spin_while_refused,
+    links.shows_close_to_the_other_end,
+    links.delivers_before_the_link_closes,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Socket files go where no other test looks, under a short path."""
+    with tempfile.TemporaryDirectory(prefix="links-") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield
+
+
+@pytest.mark.parametrize("promise", PROMISES.values(), ids=PROMISES)
+@pytest.mark.parametrize("make", LINKS.values(), ids=LINKS)
+def test_a_link_keeps_its_promises(
+    make: MakeLink, promise: Callable[[MakeLink], None]
+) -> None:
+    """Each promise of the link contract holds on each link."""
+    promise(make)
+
+
+@pytest.mark.parametrize("promise", BOTH_WAYS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("make", LINKS.values(), ids=LINKS)
+def test_the_accepting_end_keeps_them_too(
+    make: MakeLink, promise: Callable[[MakeLink, bool], None]
+) -> None:
+    """What holds for the end that dialled holds for the end that accepted."""
+    promise(make, False)
+
+
+@pytest.mark.parametrize("make", LINKS.values(), ids=LINKS)
+def test_a_forked_child_opens_links_and_leaves_the_parent_alone(
+    make: MakeLink,
+) -> None:
+    """After abandon a new link works in the child, and the parent's goes on."""
+    with World(make) as world:
+        dialled, accepted = world.connect()
+        world.until(lambda: True, "rest")
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                for member in world.members:
+                    member.link.abandon()
+                links.reports_accepted_before_readable(make)
+                status = 0
+            finally:
+                os._exit(status)
+        assert _exit_status(child) == 0
+        world.send(dialled, b"still here")
+        received = world.members[1].received.setdefault(accepted, [])
+        world.until(lambda: bool(received), "a message after the fork")
+        assert received == [(b"still here", b"")]
+
+
+@pytest.mark.parametrize("make", [ipc, tcp], ids=["ipc", "tcp"])
+def test_a_forked_child_does_not_hide_the_death_of_its_parent(make: MakeLink) -> None:
+    """The child's copies of the connections are closed, so peers see the parent die."""
+    with World(make, 1) as world:
+        member = world.members[0]
+        reader, writer = os.pipe()
+        parent = os.fork()
+        if parent == 0:
+            _connect_and_die(make, member.addresses[0], writer)
+        os.close(writer)
+        child = int(os.read(reader, 20))
+        os.close(reader)
+        try:
+            world.until(lambda: bool(member.conns(What.ACCEPTED)), "ACCEPTED")
+            world.lost(0, member.conns(What.ACCEPTED)[0])
+        finally:
+            os.kill(child, signal.SIGKILL)  # it was alive all the time
+        assert _exit_status(parent) == -signal.SIGKILL
+
+
+def _connect_and_die(make: MakeLink, address: str, writer: int) -> None:
+    """Connect, fork a child that stays, and be killed."""
+    with World(make, 1) as world:
+        member = world.members[0]
+        conn = member.link.dial(address)
+        world.until(lambda: conn in member.conns(What.OPENED), "OPENED")
+        if os.fork() == 0:
+            member.link.abandon()
+            os.write(writer, b"%d" % os.getpid())
+            signal.pause()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exit_status(pid: int) -> int:
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)

@@ -1,0 +1,298 @@
+"""A ZeroMQ socket and what it carries: messages in parts, and the dialling end.
+
+A message is one frame, the head, or three: the head, the size of the body (4 bytes,
+little-endian) and the body; so the receiver learns the size before it takes the body,
+straight from the socket, into the mesh's memory. A single empty frame means nothing:
+it is the dialler's first, which makes it known to the ROUTER, and a way to learn
+whether a peer has room again. An empty frame followed by another says goodbye, because
+a ROUTER cannot hang up on one of its peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import zmq
+
+from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
+
+if TYPE_CHECKING:
+    from transports.zmq import ZmqLink
+
+IN, OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+NOW = int(zmq.NOBLOCK)
+BURST = 32
+"""Messages taken from one socket before the others have their turn."""
+LINGER_MS = 500
+
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
+
+FAILURES = {
+    int(zmq.EVENT_DISCONNECTED): "the connection was lost",
+    int(zmq.EVENT_CONNECT_RETRIED): "nobody answers at this address",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the ZeroMQ handshake was broken off",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the peer does not speak ZeroMQ",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "the peer refused the ZeroMQ handshake",
+}
+"""Events of a socket's monitor that end a dialled connection."""
+
+
+class Port:
+    """A socket, what is known of its readiness, and where in a message it stands."""
+
+    def __init__(self, link: ZmqLink, sock: zmq.Socket[bytes]) -> None:
+        self.link = link
+        self.socket = sock
+        self.fd = int(sock.getsockopt(zmq.FD))
+        self.report: Callable[[], Iterator[Event]]
+        self.current: ZmqConn | None = None  # whose message is being read
+        self.parsing = False
+        self.taken = 0
+        self._sending = False
+        self._events: int | None = None
+
+    def signalled(self) -> None:
+        """Its descriptor is readable: most likely a message, which `receive` tells."""
+        self._events = IN
+        self.link.busy[self] = None
+
+    def stale(self) -> None:
+        """Have `events` ask the engine again."""
+        self._events = None
+
+    def events(self) -> int:
+        """The socket's readiness; asks the engine only after something happened."""
+        if self._events is None:
+            self._events = int(self.socket.getsockopt(_EVENTS))
+        return self._events
+
+    def receive(self) -> bytes:
+        self._events = None
+        return self.socket.recv(NOW)
+
+    def more(self) -> bool:
+        return bool(self.socket.getsockopt(_RCVMORE))
+
+    def drain(self) -> None:
+        """Throw away the rest of the message that is being read."""
+        while self.more():
+            self.receive()
+        self.current = None
+        self.parsing = False
+
+    def send(self, *parts: bytes | bytearray | memoryview) -> bool:
+        """Send all parts as one message, or none; False: no room.
+
+        Raises:
+            zmq.ZMQError: The peer is gone.
+        """
+        if self._sending:
+            self._finish_sending()
+        send, last = self.socket.send, len(parts) - 1
+        self._events = None
+        self._sending = True
+        try:
+            for index in range(last):
+                send(parts[index], _MORE)
+            send(parts[last], NOW)
+        except zmq.Again:  # at the first part only: there is room for all, or none
+            self._sending = False
+            return False
+        except zmq.ZMQError:
+            self._sending = False
+            raise
+        self._sending = False
+        return True
+
+    def _finish_sending(self) -> None:
+        # A Ctrl-C came between two parts: what follows must not become part of that
+        # message. The peer finds it malformed and breaks the connection.
+        try:
+            self.socket.send(b"", NOW)
+        except zmq.ZMQError:  # the message was complete after all
+            pass
+        self._sending = False
+
+    def close(self, linger_ms: int) -> None:
+        self.link.forget(self)
+        self.socket.disable_monitor()
+        self.socket.close(linger_ms)
+
+
+class ZmqConn(Conn):
+    """What both ends of a connection share: the parts of a message."""
+
+    def __init__(self, port: Port, address: str) -> None:
+        self.address = address
+        self.port = port
+        self.readable = Event(What.READABLE, self)
+        self.writable = Event(What.WRITABLE, self)
+        self.reason = ""  # why it is lost or closed
+        self.finished = False  # nothing more is read from it
+        self.body_nbytes = 0
+
+    def fail(self, reason: str, finished: bool = False) -> None:
+        """Have LOST reported, after what arrived before it unless `finished`."""
+        self.reason = self.reason or reason
+        self.finished |= finished
+        self.port.stale()  # what came before the break may not have been seen yet
+        self.port.link.keep(self.port)
+
+    def _malformed(self, what: str) -> None:
+        self.port.drain()
+        self.port.link.malformed_messages += 1
+        self.fail(f"the peer sent {what}, which no member does", finished=True)
+
+    def interrupted(self) -> None:
+        """A Ctrl-C came between two parts, so that a message is lost."""
+        self.port.drain()
+        self.fail("a message was interrupted while it was received", finished=True)
+
+    def try_send(
+        self, head: bytes | bytearray | memoryview, body: memoryview | None = None
+    ) -> bool:
+        if self.reason:
+            return True
+        try:
+            if body is None:
+                sent = self._send(head)
+            else:
+                sent = self._send(head, body.nbytes.to_bytes(4, "little"), body)
+        except zmq.ZMQError as error:
+            self.fail(f"the peer is gone ({error})")
+            return True
+        self._settle(not sent)
+        return sent
+
+    def _send(self, *parts: bytes | bytearray | memoryview) -> bool:
+        raise NotImplementedError
+
+    def _settle(self, refused: bool) -> None:
+        """After a send, which may have used up the signal for something else."""
+        raise NotImplementedError
+
+    def _read(self) -> tuple[bytes, int] | None:
+        """Read a message up to its body; None: it was none for the mesh."""
+        port = self.port
+        port.taken += 1
+        port.parsing = True
+        try:
+            head = port.receive()
+        except zmq.Again:  # the signal was for something else
+            port.parsing = False
+            return None
+        more = port.more()
+        if not 0 < len(head) <= MAX_HEAD_BYTES:
+            self._read_signal(head, more)
+            return None
+        if more and not self._read_size(port.receive()):
+            return None
+        port.current = self if more else None
+        port.parsing = False
+        return head, self.body_nbytes
+
+    def _read_signal(self, head: bytes, more: bool) -> None:
+        if head:
+            self._malformed(f"a head of {len(head)} bytes")
+        self.port.drain()
+        if more and not head:
+            self.fail("the peer closed the connection", finished=True)
+
+    def _read_size(self, size: bytes) -> bool:
+        nbytes = int.from_bytes(size, "little") if len(size) == 4 else 0
+        if 0 < nbytes <= self.port.link.chunk_bytes and self.port.more():
+            self.body_nbytes = nbytes
+            return True
+        self._malformed(f"a body whose size is {size[:8]!r}")
+        return False
+
+    def receive_body(self, into: memoryview) -> bool:
+        port = self.port
+        port.link.keep(port)
+        announced, self.body_nbytes = self.body_nbytes, 0
+        arrived = port.socket.recv_into(into, flags=NOW)
+        port.stale()
+        if arrived != announced or port.more():
+            self._malformed(f"a body unlike the {announced} bytes it announced")
+            return False
+        port.current = None
+        return True
+
+    def discard_body(self) -> None:
+        self.body_nbytes = 0
+        self.port.link.keep(self.port)
+        self.port.drain()
+
+
+class Dialled(ZmqConn):
+    """The dialling end: a DEALER of its own, so that close and loss are its alone."""
+
+    def __init__(self, port: Port, address: str, name: bytes) -> None:
+        super().__init__(port, address)
+        port.report = self._report
+        self._name = name
+        self._opening = False
+        self._opened = False
+        self._refused = False
+
+    def saw(self, code: int, fd: int) -> None:
+        """Take note of what the monitor of the socket says."""
+        if code == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._opening = True
+            self.port.link.keep(self.port)
+        elif code in FAILURES:
+            self.fail(FAILURES[code])
+
+    def _send(self, *parts: bytes | bytearray | memoryview) -> bool:
+        return self.port.send(*parts)
+
+    def _settle(self, refused: bool) -> None:
+        self._refused = refused
+        events = self.port.events()
+        if events & IN or (refused and events & OUT):
+            self.port.link.keep(self.port)
+
+    def receive(self) -> tuple[bytes, int] | None:
+        self.port.link.keep(self.port)
+        while not self.finished and self.port.events() & IN:
+            if self.port.parsing:
+                self.interrupted()
+            elif (message := self._read()) is not None:
+                return message
+        return None
+
+    def _report(self) -> Iterator[Event]:
+        port, busy = self.port, self.port.link.busy
+        if self._opening:
+            self._opening, self._opened = False, True
+            yield Event(What.OPENED, self)
+        for _ in range(BURST):
+            if port not in busy:
+                return
+            events, taken = port.events(), port.taken
+            if self._refused and events & OUT:
+                self._refused = False
+                yield self.writable
+            elif events & IN and not self.finished and not self.body_nbytes:
+                yield self.readable
+                if port.taken == taken:  # the mesh comes back
+                    return
+            else:
+                del busy[port]
+                if self.reason:
+                    self._shut(0)
+                    yield Event(What.LOST, self, self.reason)
+                return
+
+    def _shut(self, linger_ms: int) -> None:
+        self.finished = True
+        self.port.link.dialled.pop(self._name, None)
+        self.port.close(linger_ms)
+
+    def close(self) -> None:
+        if not self.port.socket.closed:
+            lingers = self._opened and not self.reason
+            self.reason = self.reason or "closed"
+            self._shut(LINGER_MS if lingers else 0)

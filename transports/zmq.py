@@ -1,0 +1,306 @@
+"""ZeroMQ between processes and hosts: one ROUTER listens, one DEALER per dial.
+
+**Readiness.** A ZeroMQ descriptor signals changes, once, and any call into the engine
+may use the signal up. So every call is followed by a look at the socket's events before
+the link returns, and a socket that has something left to report is kept in
+`ZmqLink.busy`; the descriptors are asked only about the rest.
+
+**Breaks** are reported by monitors, all of which feed one socket. ZeroMQ must never
+reconnect by itself, which would continue a stream with a gap; without a reconnect
+interval, however, it drops what arrived before the break. Hence an interval of a day.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import select
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import zmq
+
+from mq import addresses
+from mq.mesh.poller import Poller
+from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link
+from transports._zmq_conns import FAILURES, IN, LINGER_MS, NOW, Dialled, Port
+from transports._zmq_router import LISTENER, Accepted, Router
+
+_HANDSHAKE_MS = 5000
+_DAY_MS = 24 * 3600 * 1000
+_HEADROOM_BYTES = 64 * 1024
+
+_UP = (zmq.EVENT_LISTENING, zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
+_DOWN = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED)
+_WATCHED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED) | sum({*_UP, *_DOWN, *FAILURES})
+
+# A forked child must neither close these nor let them be collected (a warning).
+_abandoned: list[object] = []
+
+
+class ZmqLink(Link):
+    """ZeroMQ sockets: a ROUTER that all dial, and a DEALER per dial.
+
+    Args:
+        wires: Kinds of address it listens on and dials, best first: ``ipc``, ``tcp``.
+        hwm: Messages queued per connection and direction before `try_send` refuses.
+        io_threads: Threads of the engine; one moves about 5 GB/s.
+
+    Attributes:
+        malformed_messages: How many messages were dropped because no member sends such.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(reach="network")
+
+    def __init__(
+        self,
+        *,
+        wires: Sequence[str] = ("ipc", "tcp"),
+        hwm: int = 16,
+        io_threads: int = 1,
+    ) -> None:
+        if not wires or not set(wires) <= {"ipc", "tcp"}:
+            raise ValueError(f"wires are 'ipc', 'tcp' or both, not {wires!r}")
+        if hwm < 2 or io_threads < 1:
+            raise ValueError("hwm must be at least 2, and io_threads at least 1")
+        self.hwm = hwm
+        self.malformed_messages = 0
+        self.busy: dict[Port, None] = {}
+        self.dialled: dict[bytes, Dialled] = {}
+        self.descriptors: dict[tuple[bytes, int], int] = {}
+        self._wires = tuple(wires)
+        self._io_threads = io_threads
+        self._ports: dict[int, Port] = {}
+        self._files: list[str] = []
+        self._directory = ""
+        self._polling = False
+        self._open = False
+
+    def open(
+        self, poller: Poller, listen: Sequence[str], directory: str | None
+    ) -> list[str]:
+        default = {"ipc": "ipc", "tcp": "tcp://127.0.0.1:0"}
+        wanted = list(listen) or [default[wire] for wire in self._wires]
+        for address in wanted:
+            if address != "ipc" or "ipc" not in self._wires:
+                self._check(address)
+        self._poller = poller
+        self._epoll = select.epoll()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._open = True
+        try:
+            self._start()
+            bound = [self._listen(address, directory) for address in wanted]
+        except BaseException:
+            self.close()
+            raise
+        return self.rank(bound, same_host=True)
+
+    def _start(self) -> None:
+        collector = self._context.socket(zmq.ROUTER)
+        collector.setsockopt(zmq.RCVHWM, 0)  # or else the engine's thread waits
+        collector.setsockopt(zmq.LINGER, 0)
+        self._monitor = Port(self, collector)
+        router = self._socket(zmq.ROUTER, LISTENER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.BACKLOG, 1024)
+        self._router = Router(Port(self, router))
+        for port in (self._monitor, self._router.port):
+            self._remember(port)
+
+    def _socket(self, kind: int, name: bytes) -> zmq.Socket[bytes]:
+        """A socket whose monitor reports to the one collector, under `name`."""
+        sock = self._context.socket(kind)
+        largest = max(self.chunk_bytes, MAX_HEAD_BYTES) + _HEADROOM_BYTES
+        sock.setsockopt(zmq.MAXMSGSIZE, largest)
+        sock.setsockopt(zmq.SNDHWM, self.hwm)
+        sock.setsockopt(zmq.RCVHWM, self.hwm)
+        sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        sock.setsockopt(zmq.LINGER, 0)
+        monitor = f"inproc://monitor-{name.hex()}"
+        sock.monitor(monitor, _WATCHED)
+        collector = self._monitor.socket
+        collector.setsockopt(zmq.CONNECT_ROUTING_ID, name)
+        collector.connect(monitor)
+        # The new pipe signals only once it was found to be empty.
+        self._monitor.signalled()
+        return sock
+
+    def _remember(self, port: Port) -> None:
+        self._ports[port.fd] = port
+        # An epoll inside the poller's epoll would do, but wakes several us later.
+        self._epoll.register(port.fd, select.EPOLLIN)
+        self._poller.register(port.fd)
+        self.busy[port] = None
+
+    def forget(self, port: Port) -> None:
+        """Ask a port no more, before its socket is closed."""
+        self.busy.pop(port, None)
+        if self._ports.pop(port.fd, None) is not None:
+            self._epoll.unregister(port.fd)
+            self._poller.unregister(port.fd)
+
+    def keep(self, port: Port) -> None:
+        """Have `poll` look at a port whose descriptor will not signal again."""
+        if self._ports.get(port.fd) is port:
+            self.busy[port] = None
+            if not self._polling:
+                self._poller.wake()
+
+    def _listen(self, address: str, directory: str | None) -> str:
+        sock = self._router.port.socket
+        if address == "ipc":
+            address = f"ipc://{self._new_file(directory)}"
+        wire, _, rest = address.partition("://")
+        if wire == "ipc":
+            addresses.check_socket_path(rest)
+            self._files.append(rest)
+        else:
+            host, port = _split(address)
+            address = f"tcp://{addresses.numeric_host(host)}:{port or '*'}"
+        sock.setsockopt(zmq.IPV6, int("[" in address))
+        try:
+            sock.bind(address)
+        except zmq.ZMQError as error:
+            number = error.errno or errno.EINVAL
+            raise OSError(number, f"cannot listen on {address}: {error}") from error
+        bound = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        if wire == "ipc":
+            return bound
+        host, port = _split(bound)
+        return f"tcp://{addresses.reachable_host(host)}:{port}"
+
+    def _new_file(self, directory: str | None) -> str:
+        if directory is None:
+            directory = self._directory = tempfile.mkdtemp(prefix="mq-")
+        return os.path.join(directory, f"{secrets.token_hex(6)}.zmq")
+
+    def _check(self, address: str) -> None:
+        """Refuse what this link can neither listen on nor dial (ValueError)."""
+        wire, _, rest = address.partition("://")
+        if wire not in self._wires or not rest:
+            wires = " or ".join(f"{wire}://..." for wire in self._wires)
+            raise ValueError(f"{address!r} is not of the form {wires}, which zmq needs")
+        if wire == "tcp":
+            _split(address)
+
+    def dial(self, address: str) -> Conn:
+        self._check(address)
+        name = secrets.token_bytes(16)
+        try:
+            sock = self._socket(zmq.DEALER, name)
+        except zmq.ZMQError as error:  # out of descriptors
+            nobody = Accepted(self._router, name, address, -1)
+            self._router.accepted[name] = nobody
+            nobody.fail(f"cannot dial {address}: {error}", finished=True)
+            return nobody
+        conn = self.dialled[name] = Dialled(Port(self, sock), address, name)
+        sock.setsockopt(zmq.ROUTING_ID, name)
+        sock.setsockopt(zmq.PROBE_ROUTER, 1)
+        sock.setsockopt(zmq.RECONNECT_IVL, _DAY_MS)
+        sock.setsockopt(zmq.CONNECT_TIMEOUT, _HANDSHAKE_MS)
+        sock.setsockopt(zmq.IPV6, int("[" in address))
+        self._remember(conn.port)
+        try:
+            sock.connect(address)
+        except zmq.ZMQError as error:
+            conn.fail(f"cannot dial {address}: {error}", finished=True)
+        return conn
+
+    def watch(self) -> None:
+        """Hand on what the monitors of all sockets reported until now."""
+        self._monitor.stale()
+        while self._monitor.events() & IN:
+            self._monitor.stale()
+            name, event, _ = self._monitor.socket.recv_multipart(NOW)
+            code, fd = struct.unpack("=HI", event)
+            if code in _UP:
+                self.descriptors[name, fd] = _inode(fd)
+            elif code in _DOWN:
+                self.descriptors.pop((name, fd), None)
+            if name == LISTENER:
+                self._router.saw(code, fd)
+            elif name in self.dialled:
+                self.dialled[name].saw(code, fd)
+        self.busy.pop(self._monitor, None)
+
+    def poll(self) -> Iterator[Event]:
+        signalled = self._epoll.poll(0, 64) if self._open else []
+        if not signalled and not self.busy:
+            return
+        self._polling = True
+        try:
+            for fd, _ in signalled:
+                self._ports[fd].signalled()
+            if self._monitor in self.busy:
+                self.watch()
+            for port in list(self.busy):
+                if port in self.busy:
+                    yield from port.report()
+        finally:
+            self._polling = False
+            if self.busy:
+                self._poller.wake()
+
+    def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
+        usable = [
+            address
+            for address in candidates
+            if address.partition("://")[0] in self._wires
+            and (same_host or self.is_routable(address))
+        ]
+        return sorted(usable, key=lambda a: self._wires.index(a.partition("://")[0]))
+
+    def is_routable(self, address: str) -> bool:
+        if not address.startswith("tcp://"):
+            return False
+        return not addresses.is_loopback(_split(address)[0])
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        for conn in list(self.dialled.values()):
+            conn.close()
+        for port in list(self._ports.values()):
+            if port is not self._monitor:
+                port.close(LINGER_MS)
+        for port in list(self._ports.values()):
+            self.forget(port)
+        self._context.destroy()
+        self._epoll.close()
+        for path in self._files:
+            if os.path.exists(path):
+                os.unlink(path)
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def abandon(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        self._epoll.close()
+        _abandoned.append((self._context, dict(self._ports)))
+        for (_, fd), inode in self.descriptors.items():
+            if inode and _inode(fd) == inode:
+                os.close(fd)
+
+
+def _split(address: str) -> tuple[str, int]:
+    parts = addresses.split_host_port(address.removeprefix("tcp://"))
+    if parts is None:
+        raise ValueError(f"{address!r} is not of the form tcp://host:port")
+    return parts
+
+
+def _inode(fd: int) -> int:
+    """Tells whether a descriptor still is the socket that it was; 0: it is closed."""
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return 0
