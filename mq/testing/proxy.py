@@ -1,0 +1,235 @@
+"""A proxy for stream sockets that cuts, stalls and corrupts what passes through it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+_PIECE = 64 * 1024
+_AHEAD = 256 * 1024
+T = TypeVar("T")
+
+
+class _Side:
+    """One socket of a pair, and what the other side read for it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.other: _Side = self
+        self.waiting = bytearray()
+        self.connecting = False
+        self.ended = False
+
+
+class Proxy:
+    """Listens in front of one address; all its work is done by one thread.
+
+    Attributes:
+        address: What to dial in place of the address behind it.
+    """
+
+    def __init__(
+        self, address: str, listener: socket.socket, family: int, target: object
+    ) -> None:
+        self.address = address
+        self._listener = listener
+        self._family = family
+        self._target = target
+        self._sides: set[_Side] = set()
+        self._stalled = False
+        self._corrupt = 0
+        self._random = random.Random(0)
+        self._commands: list[Callable[[], None]] = []
+        self._reader, self._writer = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._reader, selectors.EVENT_READ)
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._loop, name="mq-test-proxy", daemon=True
+        )
+        self._thread.start()
+
+    @classmethod
+    def in_front_of(cls, address: str, path: str) -> Proxy | None:
+        """A proxy for ``scheme://host:port`` or ``scheme:///path``; None for others.
+
+        Args:
+            address: As members advertise it.
+            path: Where to make the socket file, for a path.
+        """
+        scheme, _, rest = address.partition("://")
+        host, _, port = rest.rpartition(":")
+        if port.isdecimal() and host:
+            tcp = socket.create_server(("127.0.0.1", 0))
+            ours = f"{scheme}://127.0.0.1:{tcp.getsockname()[1]}"
+            target = (host.strip("[]"), int(port))
+            family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+            return cls(ours, tcp, family, target)
+        if not rest.startswith("/") or not os.path.exists(rest):
+            return None
+        unix = socket.socket(socket.AF_UNIX)
+        unix.bind(path)
+        unix.listen()
+        return cls(f"{scheme}://{path}", unix, socket.AF_UNIX, rest)
+
+    # -- commands -----------------------------------------------------------------
+
+    def cut(self) -> int:
+        """Break every connection at once; new ones are let through.
+
+        Returns:
+            How many connections there were.
+        """
+        return self._do(self._cut)
+
+    def stall(self) -> None:
+        """Let nothing pass from now on, without breaking anything."""
+        self._do(lambda: self._set_stalled(True))
+
+    def resume(self) -> None:
+        """End `stall`."""
+        self._do(lambda: self._set_stalled(False))
+
+    def corrupt(self, pieces: int) -> None:
+        """Flip bits in each of the next `pieces` pieces of up to 64 KiB that pass."""
+        self._do(lambda: setattr(self, "_corrupt", pieces))
+
+    def corrupted(self) -> bool:
+        """Whether all that `corrupt` asked for has passed."""
+        return self._corrupt == 0
+
+    def close(self) -> None:
+        """Break everything and end the thread. Idempotent."""
+        if self._thread.is_alive():
+            self._do(lambda: setattr(self, "_closed", True))
+            self._thread.join(5.0)
+
+    def _do(self, action: Callable[[], T]) -> T:
+        done = threading.Event()
+        result: list[T] = []
+
+        def command() -> None:
+            result.append(action())
+            done.set()
+
+        self._commands.append(command)
+        self._writer.send(b"\0")
+        if not done.wait(10.0):
+            raise AssertionError("the proxy's thread does not answer")
+        return result[0]
+
+    # -- the thread ---------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            while not self._closed:
+                for key, events in self._selector.select():
+                    if key.fileobj is self._reader:
+                        self._run_commands()
+                    elif key.fileobj is self._listener:
+                        self._accept()
+                    elif key.data in self._sides:
+                        self._transfer(key.data, events)
+        finally:
+            self._cut()
+            self._selector.close()
+            for sock in (self._listener, self._reader, self._writer):
+                sock.close()
+
+    def _run_commands(self) -> None:
+        self._reader.recv(4096)
+        while self._commands:
+            self._commands.pop(0)()
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        server = socket.socket(self._family, socket.SOCK_STREAM)
+        ends = _Side(client), _Side(server)
+        ends[0].other, ends[1].other = ends[1], ends[0]
+        ends[1].connecting = True
+        for side in ends:
+            side.sock.setblocking(False)
+            self._sides.add(side)
+        try:
+            server.connect(self._target)  # type: ignore[arg-type]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(ends[0])
+            return
+        for side in ends:
+            self._watch(side)
+
+    def _watch(self, side: _Side) -> None:
+        events = 0
+        if not self._stalled:
+            if side.waiting or side.connecting:
+                events |= selectors.EVENT_WRITE
+            if not side.ended and len(side.other.waiting) < _AHEAD:
+                events |= selectors.EVENT_READ
+        known = side.sock in self._selector.get_map()
+        if events and known:
+            self._selector.modify(side.sock, events, side)
+        elif events:
+            self._selector.register(side.sock, events, side)
+        elif known:
+            self._selector.unregister(side.sock)
+
+    def _transfer(self, side: _Side, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                side.connecting = False
+                if side.waiting:
+                    del side.waiting[: side.sock.send(side.waiting)]
+            if events & selectors.EVENT_READ:
+                piece = bytearray(side.sock.recv(_PIECE))
+                side.ended = not piece
+                self._spoil(piece)
+                side.other.waiting += piece
+            for end in (side, side.other):
+                if end.other.ended and not end.waiting:
+                    end.sock.shutdown(socket.SHUT_WR)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(side)
+            return
+        if side.ended and side.other.ended and not side.waiting + side.other.waiting:
+            self._drop(side)
+            return
+        self._watch(side)
+        self._watch(side.other)
+
+    def _spoil(self, piece: bytearray) -> None:
+        if self._corrupt and piece:
+            self._corrupt -= 1
+            for _ in range(1 + len(piece) // 256):
+                piece[self._random.randrange(len(piece))] ^= (
+                    1 << self._random.randrange(8)
+                )
+
+    def _drop(self, side: _Side) -> None:
+        for end in (side, side.other):
+            if end in self._sides:
+                self._sides.discard(end)
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(end.sock)
+                end.sock.close()
+
+    def _cut(self) -> int:
+        connections = len(self._sides) // 2
+        for side in list(self._sides):
+            self._drop(side)
+        return connections
+
+    def _set_stalled(self, stalled: bool) -> None:
+        self._stalled = stalled
+        for side in list(self._sides):
+            self._watch(side)

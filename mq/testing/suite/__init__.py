@@ -1,0 +1,25 @@
+"""The cases, one module for each part of the contract; importing them fills `CASES`."""
+
+from mq.testing.suite import (  # isort: skip  (the order of the contract)
+    delivery,
+    credit,
+    latest,
+    payloads,
+    membership,
+    faults,
+    lifetime,
+    calls,
+    edges,
+)
+
+__all__ = [
+    "delivery",
+    "credit",
+    "latest",
+    "payloads",
+    "membership",
+    "faults",
+    "lifetime",
+    "calls",
+    "edges",
+]

@@ -1,0 +1,350 @@
+"""Ownership, Sizes, Payloads, Devices, zero copy and loans."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from typing import Any
+
+import numpy as np
+
+import mq
+from mq.testing import programs, samples
+from mq.testing.cases import case
+from mq.testing.harness import Group, expect
+from mq.testing.waiting import STEP
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@case("Sizes")
+def every_size_from_nothing_to_many_chunks_arrives(group: Group) -> None:
+    """Around each boundary that an implementation may have."""
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    edges = (64, 64 * KIB, 128 * KIB, MIB, 4 * MIB)
+    sizes = [0, 1] + [n + d for n in edges for d in (-65, -64, -1, 0, 1, 64)]
+    running = a.begin(programs.publish_patterns, "t", [max(n, 0) for n in sizes])
+    got = b.run(programs.receive, len(sizes))
+    assert [m.digest for m in got] == running.result()
+
+
+def _publish_beyond_two_gib(queue: mq.MQ, nbytes: int) -> None:
+    import torch
+
+    tensor = torch.empty(nbytes, dtype=torch.uint8)
+    tensor[::4096] = 1
+    tensor[-1] = 7
+    queue.publish("t", tensor, timeout=300)
+
+
+def _receive_beyond_two_gib(queue: mq.MQ) -> tuple[int, int, int]:
+    tensor = queue.recv(timeout=300).payload
+    return tensor.numel(), int(tensor[::4096].sum()), int(tensor[-1])
+
+
+@case("Sizes", memory=7 * GIB)
+def messages_beyond_two_gib_arrive(group: Group) -> None:
+    """No size is kept in 31 bits."""
+    a, b = group.members("a", "b", max_message_bytes=4 * GIB)
+    b.subscribe("t", window_bytes=4 * GIB)
+    nbytes = 2 * GIB + 5000
+    running = a.begin(_publish_beyond_two_gib, nbytes)
+    got = b.begin(_receive_beyond_two_gib).result(300)
+    running.result(300)
+    assert got == (nbytes, (nbytes - 1) // 4096 + 1, 7)
+
+
+@case("Sizes")
+def too_large_message_is_refused_before_anything_is_sent(group: Group) -> None:
+    """One subscriber that takes less is named; the other gets nothing either."""
+    a, large = group.members("a", "large")
+    small = group.member("small", max_message_bytes=MIB)
+    for member in (large, small):
+        member.subscribe("t")
+    with expect(mq.MessageTooLarge, "small", "'t'"):
+        a.publish("t", programs.pattern(0, MIB + 1))
+    a.publish("t", programs.pattern(1, MIB - KIB))
+    for member in (large, small):
+        message = member.recv()
+        assert message.payload == programs.pattern(1, MIB - KIB)
+        assert message.sequence == 0
+    a.call("flush", timeout=STEP)
+    assert large.run(programs.nothing_waits)
+
+
+def _check_samples(queue: mq.MQ) -> list[str]:
+    wrong = []
+    for name, sample in samples.all_samples().items():
+        got = queue.recv(timeout=STEP).payload
+        if list(got) != [name] or not samples.same(got[name], sample):
+            wrong.append(f"{name}: sent {sample!r}, got {got!r}")
+    return wrong
+
+
+def _publish_samples(queue: mq.MQ) -> int:
+    everything = samples.all_samples()
+    for name, sample in everything.items():
+        queue.publish("t", {name: sample}, timeout=STEP)
+    return len(everything)
+
+
+@case("Payloads")
+def every_kind_of_payload_arrives_unchanged(group: Group) -> None:
+    """Python values, NumPy arrays and scalars, tensors of every dtype and shape."""
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    checking = b.begin(_check_samples)
+    assert a.run(_publish_samples) > 60
+    wrong = checking.result()
+    assert not wrong, "\n".join(wrong)
+
+
+@dataclasses.dataclass
+class Point:
+    """A type that the library does not know."""
+
+    x: int
+    y: list[int]
+
+
+def _publish_point(queue: mq.MQ, topic: str) -> None:
+    queue.publish(topic, {"points": [0, Point(1, [2])]}, timeout=STEP)
+
+
+@case("Payloads")
+def unknown_type_is_refused_by_publish(group: Group) -> None:
+    """With its name, its place and both remedies; nobody gets anything."""
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    with expect(
+        mq.CodecError, "Point", "['points'][1]", "add_safe_types", "allow_pickle"
+    ):
+        a.run(_publish_point, "t")
+    a.publish("t", "next")
+    message = b.recv()
+    assert (message.payload, message.sequence) == ("next", 0)
+
+
+@case("Payloads")
+def arbitrary_objects_need_allow_pickle_on_both_sides(group: Group) -> None:
+    """What a receiver would refuse is refused by `publish`."""
+    a, b = group.members("a", "b", allow_pickle=True)
+    c = group.member("c")
+    b.subscribe("both")
+    c.subscribe("one")
+    a.run(_publish_point, "both")
+    assert b.recv().payload == {"points": [0, Point(1, [2])]}
+    with expect(mq.CodecError, "c", "allow_pickle"):
+        a.run(_publish_point, "one")
+    assert c.run(programs.nothing_waits)
+
+
+@dataclasses.dataclass
+class Known(Point):
+    """A type that becomes known."""
+
+
+def _register(queue: mq.MQ) -> None:
+    mq.add_safe_types(Known)
+
+
+def _publish_known(queue: mq.MQ, topic: str) -> None:
+    queue.publish(topic, [Known(1, [2])], timeout=STEP)
+
+
+@case("Payloads")
+def registered_types_arrive_as_themselves(group: Group) -> None:
+    """Registered on both sides, also after `connect`."""
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    for member in (a, b):
+        member.run(_register)
+    a.subscribe("ready")
+    b.publish("ready", 0)  # what b accepts reaches a before b's next message
+    a.recv()
+    a.run(_publish_known, "t")
+    assert b.recv().payload == [Known(1, [2])]
+
+
+class Fragile:
+    """A type whose content cannot be decoded."""
+
+
+def _cannot(content: Any) -> Fragile:
+    raise OverflowError("cannot be decoded")
+
+
+def _register_fragile(worker: Any = None) -> None:
+    mq.add_safe_types(Fragile, encode=lambda fragile: [1], decode=_cannot)
+
+
+def _publish_fragile(queue: mq.MQ) -> None:
+    queue.publish("t", Fragile(), timeout=STEP)
+    queue.publish("t", "next", timeout=STEP)
+
+
+def _receive_fragile(queue: mq.MQ) -> tuple[str, Any]:
+    try:
+        queue.recv(timeout=STEP)
+    except mq.CodecError as error:
+        return str(error), queue.recv(timeout=STEP).payload
+    raise AssertionError("a payload that cannot be decoded raised nothing")
+
+
+@case("Payloads")
+def undecodable_message_raises_once_and_the_queue_goes_on(group: Group) -> None:
+    """`recv` says topic and sender; the message counts as consumed."""
+    a, b = group.unconnected("a"), group.unconnected("b")
+    for member in (a, b):
+        member.ask(_register_fragile).result()
+        group.connecting(member).result()
+    b.subscribe("t")
+    a.run(_publish_fragile)
+    text, following = b.run(_receive_fragile)
+    assert "'t'" in text, text
+    assert "'a'" in text, text
+    assert following == "next"
+    assert b.run(programs.topic_stats, "t")["refused"] == 1
+
+
+def _publish_arrays(queue: mq.MQ) -> list[bool]:
+    import torch
+
+    array = np.arange(5000, dtype=np.float32)
+    tensor = torch.arange(500_000, dtype=torch.int32)
+    queue.publish("t", [array, tensor], timeout=STEP)
+    queue.publish("t", [array * 0, tensor * 0], timeout=STEP)
+    queue.recv(timeout=STEP)  # the subscribers have written to theirs
+    return [bool((array == np.arange(5000)).all()), int(tensor[-1]) == 499_999]
+
+
+def _write_to_own(queue: mq.MQ, value: int) -> list[Any]:
+    array, tensor = queue.recv(timeout=STEP).payload
+    before = [float(array[-1]), int(tensor[-1])]
+    array[:] = value
+    tensor.fill_(value)
+    second = queue.recv(timeout=STEP).payload
+    del second
+    gc.collect()
+    queue.close()
+    return [*before, float(array.min()), float(array.max()), int(tensor.sum())]
+
+
+@case("Ownership")
+def received_payload_is_private_writable_and_stays_valid(group: Group) -> None:
+    """Each receiver writes to its own; it outlives later messages and the queue."""
+    a, b, c = group.members("a", "b", "c")
+    a.subscribe("done")
+    for member in (b, c):
+        member.subscribe("t")
+    publishing = a.begin(_publish_arrays)
+    b_writes = b.begin(_write_to_own, 3)
+    c_writes = c.begin(_write_to_own, 4)
+    assert b_writes.result() == [4999.0, 499_999, 3.0, 3.0, 1_500_000]
+    assert c_writes.result() == [4999.0, 499_999, 4.0, 4.0, 2_000_000]
+    group.member("d").publish("done", True)
+    assert publishing.result() == [True, True]
+
+
+def _hold_views(queue: mq.MQ, count: int) -> list[int]:
+    held = [queue.recv(timeout=STEP).payload for _ in range(count)]
+    for array in held:
+        if array.flags.writeable:  # then it is a private copy
+            array += 0
+        else:
+            try:
+                array[0] = 1
+            except ValueError:
+                continue
+            raise AssertionError("a read-only view could be written to")
+    return [int(array.sum(dtype=np.int64)) for array in held]
+
+
+def _publish_filled(queue: mq.MQ, count: int, nbytes: int) -> None:
+    for number in range(count):
+        queue.publish("t", np.full(nbytes, number, np.uint8), timeout=STEP)
+
+
+@case("edge: Zero copy")
+def zero_copy_views_keep_their_content_while_they_live(group: Group) -> None:
+    """Arrays are read-only views or private; credit returns while they are held."""
+    a, b, c = group.members("a", "b", "c")
+    b.subscribe("t", zero_copy=True, depth=2)
+    c.subscribe("t", depth=2)
+    publishing = a.begin(_publish_filled, 8, 300_000)
+    readers = [m.begin(_hold_views, 8) for m in (b, c)]
+    for reader in readers:
+        assert reader.result() == [number * 300_000 for number in range(8)]
+    publishing.result()
+
+
+def _loan(queue: mq.MQ) -> None:
+    import torch
+
+    with queue.loan("t", (300, 500), np.float32, timeout=STEP) as array:
+        array[:] = 2
+    with queue.loan("t", (0,), np.int64, timeout=STEP):
+        pass
+    try:
+        with queue.loan("t", (10,), torch.float32, timeout=STEP) as tensor:
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    with queue.loan("t", (2, 3), torch.bfloat16, retain=True, timeout=STEP) as tensor:
+        tensor.fill_(1.5)
+
+
+def _receive_loans(queue: mq.MQ) -> list[Any]:
+    import torch
+
+    array = queue.recv(timeout=STEP).payload
+    empty = queue.recv(timeout=STEP).payload
+    tensor = queue.recv(timeout=STEP).payload
+    assert np.asarray(array).dtype == np.float32, type(array)
+    assert tensor.dtype == torch.bfloat16, tensor.dtype
+    total = float(np.asarray(array).sum())
+    return [tuple(array.shape), total, tuple(empty.shape), float(tensor.sum())]
+
+
+@case("edge: loan")
+def loan_is_published_when_its_block_ends(group: Group) -> None:
+    """Arrays and tensors by dtype; an exception in the block publishes nothing."""
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    receiving = b.begin(_receive_loans)
+    a.run(_loan)
+    assert receiving.result() == [(300, 500), 300_000.0, (0,), 9.0]
+    late = group.member("late")
+    late.subscribe("t")
+    assert late.recv().sequence == 2
+
+
+def _publish_on_devices(queue: mq.MQ) -> int:
+    import torch
+
+    devices = ["cpu"] + ["cuda:0"] * torch.cuda.is_available()
+    for device in devices:
+        queue.publish("t", torch.arange(1000, device=device), timeout=STEP)
+    return len(devices)
+
+
+def _devices(queue: mq.MQ, count: int) -> list[tuple[str, int]]:
+    tensors = [queue.recv(timeout=STEP).payload for _ in range(count)]
+    return [(str(tensor.device), int(tensor.sum())) for tensor in tensors]
+
+
+@case("Devices")
+def tensors_arrive_on_the_cpu_or_on_the_device_asked_for(group: Group) -> None:
+    """Wherever they come from, on a transport that stages through host memory."""
+    a, b, c = group.members("a", "b", "c")
+    b.subscribe("t")
+    c.subscribe("t", device="cpu")
+    count = a.run(_publish_on_devices)
+    expected = [("cpu", 499_500)] * count
+    if "cuda" in group.capabilities.devices and count > 1:
+        expected[1] = ("cuda:0", 499_500)
+    assert b.run(_devices, count) == expected
+    assert c.run(_devices, count) == [("cpu", 499_500)] * count

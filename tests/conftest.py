@@ -1,0 +1,81 @@
+"""What every test is held to: nothing may be left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+LIBRARIES = ("torch", "numpy", "pyzmq", "pynng", "msgspec", "hypothesis")
+
+
+def pytest_report_header() -> str:
+    """The versions that a result belongs to."""
+    versions = ", ".join(_version(name) for name in LIBRARIES)
+    system = f"{platform.system()} {platform.release()}, {os.cpu_count()} cores"
+    return f"mq: {versions}; {system}"
+
+
+def _version(name: str) -> str:
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} missing"
+
+
+def _threads() -> set[str]:
+    return {f"thread {t.name} {t.ident}" for t in threading.enumerate()}
+
+
+def _own_shared_memory() -> set[str]:
+    try:
+        return {f"/dev/shm/{f}" for f in os.listdir("/dev/shm") if f.startswith("mq")}
+    except FileNotFoundError:
+        return set()
+
+
+def _of_multiprocessing() -> set[int]:
+    """Descriptors by which multiprocessing talks to its helpers, once they run."""
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    tracker = multiprocessing.resource_tracker._resource_tracker
+    fds = (server._forkserver_alive_fd, tracker._fd)  # type: ignore[attr-defined]
+    return {fd for fd in fds if fd is not None}
+
+
+def _descriptors() -> set[str]:
+    helpers = _of_multiprocessing()
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed the directory
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if int(fd) not in helpers:
+                found.add(f"descriptor {fd} {target}")
+    return found
+
+
+def _resources() -> set[str]:
+    return _threads() | _descriptors() | _own_shared_memory()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing() -> Iterator[None]:
+    """No test leaves a thread, a descriptor or a shared-memory segment."""
+    before = _resources()
+    yield
+    if _resources() <= before:
+        return
+    gc.collect()
+    deadline = time.monotonic() + 2.0
+    while left := _resources() - before:
+        if time.monotonic() > deadline:
+            pytest.fail(f"the test left {', '.join(sorted(left))}")
+        threading.Event().wait(0.02)  # the end of an engine's thread tells nobody

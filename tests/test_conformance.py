@@ -1,0 +1,67 @@
+"""Every transport keeps every clause of the contract."""
+
+from __future__ import annotations
+
+import pytest
+
+from mq import registry
+from mq.testing import CASES, CLAUSES, Case, run_case
+
+BACKENDS = ("inproc", "zmq:ipc", "zmq:tcp")
+
+
+def _parameters() -> list[object]:
+    return [
+        pytest.param(
+            backend,
+            case,
+            id=f"{backend}-{case.name}",
+            marks=[pytest.mark.slow] if case.large else [],
+        )
+        for backend in BACKENDS
+        for case in CASES
+    ]
+
+
+@pytest.mark.parametrize(("backend", "case"), _parameters())
+def test_transport_keeps_the_contract(backend: str, case: Case) -> None:
+    """Each case of the suite passes on each transport that works here."""
+    reason = registry.check(backend) or case.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+
+    run_case(backend, case)
+
+
+def test_every_registered_transport_is_covered() -> None:
+    """A transport in the registry is in the list above, or an alias of some there."""
+    covered = {*BACKENDS, "zmq"}
+
+    missing = {name for name in registry.table if name not in covered}
+
+    assert not missing
+
+
+@pytest.mark.parametrize("clause", CLAUSES)
+def test_every_clause_has_a_case(clause: str) -> None:
+    """The contract has no clause that is only written down."""
+    names = [case.name for case in CASES if case.clause == clause]
+
+    assert names
+
+
+def test_names_of_cases_are_unique() -> None:
+    """A case is found by its name."""
+    names = [case.name for case in CASES]
+
+    assert len(names) == len(set(names))
+
+
+def test_zmq_chooses_a_wire_by_itself() -> None:
+    """Bare `zmq` passes what depends on the choice of an address."""
+    for name in (
+        "order_is_fifo_per_publisher_and_topic",
+        "members_that_connect_at_once_all_see_each_other",
+        "blip_is_resumed",
+    ):
+        run_case("zmq", name)

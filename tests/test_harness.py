@@ -1,0 +1,248 @@
+"""The harness of the conformance suite, tried without a queue."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import mq
+from mq.testing import Group, MemberDied, Proxy, StepTimeout, expect
+from mq.transport import Capabilities
+
+
+@pytest.fixture
+def processes() -> Iterator[Group]:
+    """A group whose members are processes."""
+    group = Group("none", Capabilities(reach="host"), {})
+    yield group
+    group.end()
+
+
+@pytest.fixture
+def threads() -> Iterator[Group]:
+    """A group whose members are threads."""
+    capabilities = Capabilities(reach="process", separate_processes=False)
+    group = Group("none", capabilities, {})
+    yield group
+    group.end()
+
+
+def _pid(worker: Any) -> int:
+    return os.getpid()
+
+
+def _lose(worker: Any) -> None:
+    raise mq.MessagesLost("a", ["t"], 3)
+
+
+def _wait_for_ever(worker: Any) -> None:
+    threading.Event().wait()
+
+
+def _interruptible(worker: Any, seconds: float) -> str:
+    try:
+        threading.Event().wait(seconds)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "not interrupted"
+
+
+def _exit(worker: Any, status: int) -> None:
+    os._exit(status)
+
+
+def test_members_are_processes_or_threads_as_the_transport_says(
+    processes: Group, threads: Group
+) -> None:
+    """The capability `separate_processes` decides where a member runs."""
+    apart = processes.unconnected("a").ask(_pid).result()
+    here = threads.unconnected("a").ask(_pid).result()
+
+    assert apart != os.getpid()
+    assert here == os.getpid()
+
+
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_errors_come_back_with_type_and_traceback(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Also those whose class cannot be pickled."""
+    group: Group = request.getfixturevalue(kind)
+    member = group.unconnected("a")
+
+    with expect(mq.MessagesLost, "3 message(s)") as caught:
+        member.ask(_lose).result()
+
+    assert (caught[0].sender, caught[0].topics, caught[0].count) == ("a", ("t",), 3)
+    assert "_lose" in str(caught[0].__cause__)
+
+
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_a_step_beyond_its_deadline_reports_all_stacks(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """The report shows where the member waits."""
+    group: Group = request.getfixturevalue(kind)
+    member = group.unconnected("a")
+    waiting = member.ask(_interruptible, 20 if kind == "processes" else 1)
+
+    with pytest.raises(StepTimeout, match="_interruptible"):
+        waiting.result(0.3)
+
+    if kind == "processes":
+        member.interrupt()
+        assert waiting.result() == "interrupted"
+    else:
+        assert waiting.result() == "not interrupted"
+
+
+def test_a_member_that_dies_is_reported_with_its_status(processes: Group) -> None:
+    """A crash fails the step at once, and not by its deadline."""
+    member = processes.unconnected("a")
+    started = time.monotonic()
+
+    with pytest.raises(MemberDied, match="exit status 3"):
+        member.ask(_exit, 3).result()
+
+    assert time.monotonic() - started < 10
+
+
+def test_hung_and_stopped_members_are_ended(processes: Group) -> None:
+    """Whatever state a failed case leaves its members in, no process survives."""
+    hung, stopped = processes.unconnected("hung"), processes.unconnected("stopped")
+    pids = [member.ask(_pid).result() for member in (hung, stopped)]
+    hung.ask(_wait_for_ever)
+    stopped.stop()
+
+    processes.end()
+
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_expect_names_what_an_error_does_not_say() -> None:
+    """An error of the right type with the wrong text fails, and so does none."""
+    with (
+        pytest.raises(AssertionError, match=r"does not say.*peer"),
+        expect(ValueError, "peer"),
+    ):
+        raise ValueError("text")
+    with (
+        pytest.raises(AssertionError, match="ValueError was not raised"),
+        expect(ValueError),
+    ):
+        pass
+
+
+class _Echo:
+    """A server that sends back what it hears."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve, name="mq-test-echo")
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            with sock:
+                try:
+                    while piece := sock.recv(65536):
+                        sock.sendall(piece)
+                except OSError:  # it was cut
+                    pass
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(5)
+
+
+@pytest.fixture
+def proxied(tmp_path: Any) -> Iterator[tuple[Proxy, socket.socket]]:
+    """A proxy in front of an echo, and a client connected through it."""
+    echo = _Echo()
+    proxy = Proxy.in_front_of(echo.address, str(tmp_path / "p"))
+    assert proxy is not None
+    host, _, port = proxy.address.rpartition(":")
+    client = socket.create_connection((host.partition("//")[2], int(port)), 5)
+    yield proxy, client
+    client.close()
+    proxy.close()
+    echo.close()
+
+
+def _exchange(client: socket.socket, raw: bytes) -> bytes:
+    sender = threading.Thread(target=client.sendall, args=(raw,), name="mq-test-send")
+    sender.start()
+    got = b""
+    while len(got) < len(raw) and (piece := client.recv(65536)):
+        got += piece
+    sender.join(5)
+    return got
+
+
+def test_proxy_passes_everything_unchanged(
+    proxied: tuple[Proxy, socket.socket],
+) -> None:
+    """Without a fault it is as if it were not there."""
+    _, client = proxied
+    raw = os.urandom(3_000_000)
+
+    assert _exchange(client, raw) == raw
+
+
+def test_proxy_cuts_both_ends(proxied: tuple[Proxy, socket.socket]) -> None:
+    """After `cut` the client's connection is broken."""
+    proxy, client = proxied
+    _exchange(client, b"x")
+
+    assert proxy.cut() == 1
+
+    try:
+        left = client.recv(1)
+    except ConnectionResetError:
+        left = b""
+    assert left == b""
+
+
+def test_proxy_stalls_and_resumes(proxied: tuple[Proxy, socket.socket]) -> None:
+    """Nothing passes in between, and nothing is lost."""
+    proxy, client = proxied
+    _exchange(client, b"x")
+    proxy.stall()
+    client.sendall(b"waits")
+    client.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        client.recv(1)
+    client.settimeout(5)
+
+    proxy.resume()
+
+    assert client.recv(5, socket.MSG_WAITALL) == b"waits"
+
+
+def test_proxy_corrupts_as_many_pieces_as_asked(
+    proxied: tuple[Proxy, socket.socket],
+) -> None:
+    """Bits flip in that many pieces, no byte is lost, and then it is honest again."""
+    proxy, client = proxied
+    proxy.corrupt(1)
+
+    spoilt = _exchange(client, bytes(1000))
+
+    assert spoilt != bytes(1000)
+    assert len(spoilt) == 1000
+    assert proxy.corrupted()
+    assert _exchange(client, bytes(1000)) == bytes(1000)
