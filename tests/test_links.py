@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import links
 import pytest
-from links import MakeLink, World
+from link_world import MakeLink, World
 
 from mq.transport import What
 from transports.inproc import InprocLink
@@ -72,6 +72,7 @@ def test_the_accepting_end_keeps_them_too(
     promise(make, False)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("make", LINKS.values(), ids=LINKS)
 def test_a_forked_child_opens_links_and_leaves_the_parent_alone(
     make: MakeLink,
@@ -97,6 +98,7 @@ def test_a_forked_child_opens_links_and_leaves_the_parent_alone(
         assert received == [(b"still here", b"")]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("make", [ipc, tcp], ids=["ipc", "tcp"])
 def test_a_forked_child_does_not_hide_the_death_of_its_parent(make: MakeLink) -> None:
     """The child's copies of the connections are closed, so peers see the parent die."""

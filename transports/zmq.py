@@ -45,10 +45,13 @@ _abandoned: list[object] = []
 class ZmqLink(Link):
     """ZeroMQ sockets: a ROUTER that all dial, and a DEALER per dial.
 
+    The ROUTER hands out its peers' messages in turn: as long as one of them is not
+    received, those of the other accepted connections wait behind it.
+
     Args:
         wires: Kinds of address it listens on and dials, best first: ``ipc``, ``tcp``.
         hwm: Messages queued per connection and direction before `try_send` refuses.
-        io_threads: Threads of the engine; one moves about 5 GB/s.
+        io_threads: Threads of the engine; for one connection a second is no gain.
 
     Attributes:
         malformed_messages: How many messages were dropped because no member sends such.

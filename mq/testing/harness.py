@@ -23,11 +23,12 @@ from typing import IO, Any, TypeVar
 
 from mq.testing import worker
 from mq.testing.member import Future, Member
-from mq.testing.proxy import Proxy
+from mq.testing.proxy import Proxy, another
 from mq.testing.waiting import CASE, STEP
 from mq.transport import Capabilities
 
 _PROXY_FILE = "proxy"
+_LISTEN_FILE = "listener"
 E = TypeVar("E", bound=BaseException)
 
 
@@ -140,38 +141,40 @@ class Group:
     ) -> tuple[Member, Member, Proxy | None]:
         """Two members whose only connection goes through a proxy.
 
+        They know nothing but each other's addresses: `listener` the one that it
+        listens on, `dialler` that of the proxy.
+
         Returns:
             The members and the proxy; None for it where the transport's addresses are
             not sockets that a proxy could stand in for.
         """
+        first, second = self.unconnected(listener), self.unconnected(dialler)
+        self.connecting(first).result()
+        usual: str = first.call("describe")["addresses"][0]
+        free = another(usual, os.path.join(self.directory, _LISTEN_FILE))
+        if free is None:
+            self.connecting(second, **options).result()
+            return first, second, None
+        first.close()
         options = {"secret": "conformance", **options}
-        first = self.member(listener, **options)
-        addresses: list[str] = first.call("describe")["addresses"]
-        proxy = next(filter(None, (self._proxy(a) for a in addresses)), None)
-        if proxy is None:
-            return first, self.member(dialler, **options), None
-        attached = self.member(dialler, attach_to=(proxy.address,), **options)
-        return first, attached, proxy
-
-    def _proxy(self, address: str) -> Proxy | None:
-        name = f"{_PROXY_FILE}{len(self._proxies)}"
-        proxy = Proxy.in_front_of(address, os.path.join(self.directory, name))
-        if proxy is not None:
-            self._proxies.append(proxy)
-        return proxy
+        self.connecting(first, listen=(free,), **options).result()
+        address: str = first.call("describe")["addresses"][0]
+        proxy = Proxy(address, os.path.join(self.directory, _PROXY_FILE))
+        self._proxies.append(proxy)
+        self.connecting(second, attach_to=(proxy.address,), **options).result()
+        return first, second, proxy
 
     # -- end ----------------------------------------------------------------------
 
     def close(self) -> None:
         """Close the members, last first, and check that nothing of them is left."""
-        for member in reversed(self._members):
-            member.close()
-        if not any(member.killed for member in self._members):
+        closed = [member.close() for member in reversed(self._members)]
+        if all(closed):
             left = [
                 os.path.join(folder, file)
                 for folder, _, files in os.walk(self.directory)
                 for file in files
-                if not file.startswith(_PROXY_FILE)
+                if file != _PROXY_FILE
             ]
             assert not left, f"closing every member left {', '.join(left)}"
 

@@ -53,6 +53,7 @@ class Member:
         process: None where it is a thread.
         answers: Answers that nobody asked for yet.
         killed: Whether the case ended its process.
+        stopped: Whether its process is stopped, so that it cannot close.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Member:
         self.name = name
         self.answers: dict[int, Any] = {}
         self.killed = False
-        self._stopped = False
+        self.stopped = False
         self._channel = channel
         self._running = running
         self._stacks = stacks
@@ -156,13 +157,13 @@ class Member:
 
     def stop(self) -> None:
         """Stop the process by SIGSTOP; returns when it has stopped."""
-        self._stopped = True
+        self.stopped = True
         self.signal(signal.SIGSTOP)
         wait_until(lambda: self._state() == "T", f"{self.name} to stop")
 
     def cont(self) -> None:
         """Let a stopped process go on."""
-        self._stopped = False
+        self.stopped = False
         self.signal(signal.SIGCONT)
 
     def interrupt(self) -> None:
@@ -210,18 +211,23 @@ class Member:
 
     # -- end ----------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Close the queue and check that nothing of it is left in the process."""
-        if self.killed or self._stopped or not self._running.is_alive():
-            return
+    def close(self) -> bool:
+        """Close the queue and check that nothing of it is left in the process.
+
+        Returns:
+            Whether it could be closed; not where the case has killed or stopped it.
+        """
+        if self.killed or self.stopped or not self._running.is_alive():
+            return False
         self.ask(worker.close, 1.0, worker_main=False).result()
         if self.process is not None:
             left = self.ask(worker.leaks).result()
             assert not left, f"close of {self.name!r} left {', '.join(left)}"
+        return True
 
     def end(self) -> None:
         """End the member whatever its state, and free what the harness holds."""
-        if self._stopped or self.killed:
+        if self.stopped or self.killed:
             self._end_process()
         self._channel.close()
         self._running.join(1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import selectors
 import socket
@@ -14,6 +13,35 @@ from typing import TypeVar
 _PIECE = 64 * 1024
 _AHEAD = 256 * 1024
 T = TypeVar("T")
+
+
+def _parse(address: str) -> tuple[str, str, int]:
+    """Scheme, host and port; or scheme, path and 0.
+
+    Raises:
+        ValueError: The address is neither.
+    """
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if host and port.isdecimal():
+        return scheme, host.strip("[]"), int(port)
+    if not rest.startswith("/"):
+        raise ValueError(f"{address!r} is not the address of a stream socket")
+    return scheme, rest, 0
+
+
+def another(address: str, path: str) -> str | None:
+    """A free address of the same form to listen on, or None for other forms.
+
+    Args:
+        address: As members advertise it.
+        path: A free one, for addresses of socket files.
+    """
+    try:
+        scheme, _, port = _parse(address)
+    except ValueError:
+        return None
+    return f"{scheme}://127.0.0.1:0" if port else f"{scheme}://{path}"
 
 
 class _Side:
@@ -34,13 +62,26 @@ class Proxy:
         address: What to dial in place of the address behind it.
     """
 
-    def __init__(
-        self, address: str, listener: socket.socket, family: int, target: object
-    ) -> None:
-        self.address = address
-        self._listener = listener
-        self._family = family
-        self._target = target
+    def __init__(self, behind: str, path: str) -> None:
+        """Start.
+
+        Args:
+            behind: Address to pass on to: ``scheme://host:port`` or ``scheme:///path``.
+            path: Where to make a socket file, for the second form.
+        """
+        scheme, host, port = _parse(behind)
+        if port:
+            self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._target: tuple[str, int] | str = (host, port)
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.address = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
+        else:
+            self._family = socket.AF_UNIX
+            self._target = host
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(path)
+            self._listener.listen()
+            self.address = f"{scheme}://{path}"
         self._sides: set[_Side] = set()
         self._stalled = False
         self._corrupt = 0
@@ -48,36 +89,13 @@ class Proxy:
         self._commands: list[Callable[[], None]] = []
         self._reader, self._writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._reader, selectors.EVENT_READ)
         self._closed = False
         self._thread = threading.Thread(
             target=self._loop, name="mq-test-proxy", daemon=True
         )
         self._thread.start()
-
-    @classmethod
-    def in_front_of(cls, address: str, path: str) -> Proxy | None:
-        """A proxy for ``scheme://host:port`` or ``scheme:///path``; None for others.
-
-        Args:
-            address: As members advertise it.
-            path: Where to make the socket file, for a path.
-        """
-        scheme, _, rest = address.partition("://")
-        host, _, port = rest.rpartition(":")
-        if port.isdecimal() and host:
-            tcp = socket.create_server(("127.0.0.1", 0))
-            ours = f"{scheme}://127.0.0.1:{tcp.getsockname()[1]}"
-            target = (host.strip("[]"), int(port))
-            family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
-            return cls(ours, tcp, family, target)
-        if not rest.startswith("/") or not os.path.exists(rest):
-            return None
-        unix = socket.socket(socket.AF_UNIX)
-        unix.bind(path)
-        unix.listen()
-        return cls(f"{scheme}://{path}", unix, socket.AF_UNIX, rest)
 
     # -- commands -----------------------------------------------------------------
 
@@ -158,7 +176,7 @@ class Proxy:
             side.sock.setblocking(False)
             self._sides.add(side)
         try:
-            server.connect(self._target)  # type: ignore[arg-type]
+            server.connect(self._target)
         except BlockingIOError:
             pass
         except OSError:

@@ -105,7 +105,7 @@ def same(got: Any, sent: Any) -> bool:
         return False
     if isinstance(sent, np.ndarray | np.generic):
         alike = got.dtype == sent.dtype and got.shape == sent.shape
-        return alike and got.tobytes() == sent.tobytes()
+        return bool(alike and got.tobytes() == sent.tobytes())
     if isinstance(sent, dict):
         return list(got) == list(sent) and all(same(got[k], sent[k]) for k in sent)
     if isinstance(sent, list | tuple):

@@ -148,7 +148,7 @@ def partition_beyond_peer_timeout_starts_a_new_session(group: Group) -> None:
     proxy.stall()
     running = a.begin(programs.publish_range, "t", 0, 50)
     running.result()
-    wait_until(lambda: not _sees(b, "a"), "b to forget a")
+    wait_until(lambda: _forgotten(a) and _forgotten(b), "both to forget the other")
     proxy.resume()
     a.call("wait_for_subscribers", "t", 1, timeout=STEP)
     a.publish("t", "end")
@@ -159,8 +159,8 @@ def partition_beyond_peer_timeout_starts_a_new_session(group: Group) -> None:
     return None
 
 
-def _sees(member: Member, other: str) -> bool:
-    return other in {m.name for m in member.call("members")}
+def _forgotten(member: Member) -> bool:
+    return bool(member.call("stats")["mesh"]["forgotten"])
 
 
 def _can_exchange(a: Member, b: Member) -> None:

@@ -1,0 +1,355 @@
+"""What ZeroMQ's link does with hostile peers, cut wires, interrupts and addresses."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import secrets
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+from link_world import PATIENCE, World
+
+from mq.mesh.poller import Poller
+from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
+from transports.zmq import ZmqLink
+
+tcp = functools.partial(ZmqLink, wires=("tcp",))
+
+MALFORMED = {
+    "a head that is too large": [bytes(MAX_HEAD_BYTES + 1)],
+    "a size that is no size": [b"head", b"size?", b"body"],
+    "a size without a body": [b"head", b"\1\0\0\0"],
+    "a body of no bytes": [b"head", b"\0\0\0\0", b""],
+    "a body that is too large": [b"head", b"\1\0\x10\0", bytes(CHUNK_BYTES + 1)],
+    "a body shorter than its size": [b"head", b"\4\0\0\0", b"abc"],
+    "a body longer than its size": [b"head", b"\4\0\0\0", b"abcde"],
+    "a part too many": [b"head", b"\4\0\0\0", b"abcd", b"more"],
+    "hundreds of parts": [b"head"] * 500,
+}
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Socket files go where no other test looks, under a short path."""
+    with tempfile.TemporaryDirectory(prefix="links-") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield
+
+
+RawDealer = Callable[[str, bool], zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def raw_dealer() -> Iterator[RawDealer]:
+    """Makes DEALERs that are not ours, and that may introduce themselves or not."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealers: list[zmq.Socket[bytes]] = []
+
+    def make(address: str, introduced: bool) -> zmq.Socket[bytes]:
+        dealer = context.socket(zmq.DEALER)
+        dealers.append(dealer)
+        dealer.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
+        dealer.setsockopt(zmq.PROBE_ROUTER, int(introduced))
+        dealer.connect(address)
+        return dealer
+
+    yield make
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("parts", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_message_breaks_only_the_connection_it_came_on(
+    raw_dealer: RawDealer, parts: list[bytes]
+) -> None:
+    """It is counted, its connection is LOST, and the others do not notice."""
+    with World(tcp) as world:
+        dialled, accepted = world.connect()
+        member = world.members[1]
+        dealer = raw_dealer(member.addresses[0], True)
+        world.until(lambda: len(member.conns(What.ACCEPTED)) == 2, "the raw dealer")
+        dealer.send(b"well-formed")
+        dealer.send_multipart(parts)
+        dealer.send(b"too late")
+        hostile = member.conns(What.ACCEPTED)[1]
+        world.lost(1, hostile)
+        assert member.received[hostile] == [(b"well-formed", b"")]
+        assert isinstance(member.link, ZmqLink)
+        assert member.link.malformed_messages >= 1
+        world.send(dialled, b"undisturbed", b"body")
+        world.until(lambda: accepted in member.received, "the others' message")
+        assert member.received[accepted] == [(b"undisturbed", b"body")]
+        assert member.conns(What.LOST) == [hostile]
+
+
+def test_a_peer_that_does_not_introduce_itself_is_never_a_connection(
+    raw_dealer: RawDealer,
+) -> None:
+    """Messages of an unknown peer are counted and dropped."""
+    with World(tcp, 1) as world:
+        (member,) = world.members
+        assert isinstance(member.link, ZmqLink)
+        link = member.link
+        dealer = raw_dealer(member.addresses[0], False)
+        dealer.send_multipart([b"who", b"am", b"I"])
+        world.until(lambda: link.malformed_messages == 1, "the stray message")
+        assert not member.events
+
+
+def test_bytes_that_are_not_zeromq_do_no_harm() -> None:
+    """Garbage on the port, before or in place of a handshake, ends in nothing."""
+    with World(tcp) as world:
+        host, _, port = world.members[1].addresses[0][len("tcp://") :].partition(":")
+        for size in (0, 1, 10, 64, 5000):
+            with socket.create_connection((host, int(port)), PATIENCE) as plain:
+                plain.sendall(os.urandom(size))
+        dialled, accepted = world.connect()
+        world.send(dialled, b"fine")
+        world.until(lambda: accepted in world.members[1].received, "a message")
+        assert world.members[1].conns(What.ACCEPTED) == [accepted]
+
+
+def test_a_peer_that_answers_nonsense_is_lost() -> None:
+    """A dialled address where something else listens is LOST with a reason."""
+    with World(tcp, 1) as world, socket.create_server(("127.0.0.1", 0)) as server:
+        conn = world.members[0].link.dial(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        server.settimeout(PATIENCE)
+        other, _ = server.accept()
+        with other:
+            other.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
+        world.lost(0, conn)
+
+
+class CuttingProxy:
+    """Passes bytes between one client and a server, until told to cut."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address[len("tcp://") :].partition(":")
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._target = host, int(port)
+        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self._ends: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        client, _ = self._server.accept()
+        server = socket.create_connection(self._target)
+        self._ends = [client, server]
+        for source, sink in ((client, server), (server, client)):
+            thread = threading.Thread(target=self._pass, args=(source, sink))
+            self._threads.append(thread)
+            thread.start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+        except OSError:
+            return
+
+    def cut(self) -> None:
+        """Break both connections, in the middle of whatever is on its way."""
+        for end in self._ends:
+            end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        for end in [*self._ends, self._server]:
+            end.close()
+
+
+def test_a_cut_wire_is_lost_at_both_ends_and_what_arrived_is_in_order() -> None:
+    """After a cut both ends report LOST; what was received is a prefix."""
+    with World(tcp) as world:
+        ours, theirs = world.members
+        proxy = CuttingProxy(theirs.addresses[0])
+        dialled = ours.link.dial(proxy.address)
+        world.until(lambda: bool(theirs.conns(What.ACCEPTED)), "ACCEPTED")
+        (accepted,) = theirs.conns(What.ACCEPTED)
+        body = bytes(100_000)
+        for index in range(50):
+            world.send(dialled, b"%d" % index, body)
+            world.send(accepted, b"%d" % index, body)
+        world.until(lambda: bool(theirs.received), "the first message")
+        proxy.cut()
+        world.lost(0, dialled)
+        world.lost(1, accepted)
+        for member, conn in ((ours, dialled), (theirs, accepted)):
+            heads = [head for head, _ in member.received.get(conn, [])]
+            assert heads == [b"%d" % index for index in range(len(heads))]
+        again, accepted_again = world.connect()
+        world.send(again, b"new")
+        world.until(lambda: accepted_again in theirs.received, "the new message")
+        assert theirs.received[accepted_again] == [(b"new", b"")]
+
+
+class _Interrupting:
+    """A socket on which Ctrl-C comes after the first part of a message."""
+
+    def __init__(self, sock: zmq.Socket[bytes]) -> None:
+        self._socket = sock
+        self._sent = 0
+
+    def send(self, part: bytes, flags: int) -> None:
+        if self._sent:
+            raise KeyboardInterrupt
+        self._sent += 1
+        self._socket.send(part, flags)
+
+
+@pytest.mark.parametrize("from_dialler", [True, False])
+def test_a_message_interrupted_while_it_is_sent_breaks_its_connection(
+    monkeypatch: pytest.MonkeyPatch, from_dialler: bool
+) -> None:
+    """Its remains never become part of another message."""
+    with World(tcp, 3) as world:
+        first, _ = world.connect(0, 2)
+        other, accepted_other = world.connect(1, 2)
+        accepted = world.members[2].conns(What.ACCEPTED)[0]
+        conn = first if from_dialler else accepted
+        port = conn.port  # type: ignore[attr-defined]
+        with monkeypatch.context() as patch:
+            patch.setattr(port, "socket", _Interrupting(port.socket))
+            with pytest.raises(KeyboardInterrupt):
+                conn.try_send(b"head", memoryview(b"body"))
+        world.send(conn, b"next")
+        world.send(accepted_other, b"to another", b"body")
+        received = world.members[1].received.setdefault(other, [])
+        world.until(lambda: bool(received), "the other peer's message")
+        assert received == [(b"to another", b"body")]
+        peer, end = (2, accepted) if from_dialler else (0, first)
+        if from_dialler:  # its head was sent, so that the message cannot be undone
+            world.lost(peer, end)
+            assert end not in world.members[peer].received
+        else:  # only its envelope was
+            received = world.members[peer].received.setdefault(end, [])
+            world.until(lambda: bool(received), "the next message")
+            assert received == [(b"next", b"")]
+
+
+def test_a_dial_without_descriptors_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no socket can be made, dial does not raise: LOST says why."""
+    with World(tcp, 1) as world:
+        (member,) = world.members
+
+        def refuse(kind: int, name: bytes) -> zmq.Socket[bytes]:
+            raise zmq.ZMQError(errno.EMFILE)
+
+        monkeypatch.setattr(member.link, "_socket", refuse)
+        conn = member.link.dial(member.addresses[0])
+        world.lost(0, conn)
+        assert "open files" in member.events[0].reason
+        assert conn.try_send(b"lost")
+
+
+def test_addresses_are_ranked_by_wire_and_reach() -> None:
+    """ipc comes first on one host; from elsewhere only what is routable is left."""
+    link = ZmqLink()
+    candidates = ["tcp://10.0.0.1:5", "tcp://127.0.0.1:5", "ipc:///a/b", "nng://x"]
+    here = ["ipc:///a/b", "tcp://10.0.0.1:5", "tcp://127.0.0.1:5"]
+    assert link.rank(candidates, same_host=True) == here
+    assert link.rank(candidates, same_host=False) == ["tcp://10.0.0.1:5"]
+    assert tcp().rank(candidates, same_host=True) == here[1:]
+
+
+@pytest.mark.parametrize(
+    ("address", "routable"),
+    [
+        ("ipc:///a/b", False),
+        ("tcp://127.0.0.5:1", False),
+        ("tcp://[::1]:1", False),
+        ("tcp://localhost:1", False),
+        ("tcp://0.0.0.0:1", True),
+        ("tcp://*:1", True),
+        ("tcp://[::]:1", True),
+        ("tcp://host.example:1", True),
+    ],
+)
+def test_an_address_is_routable_unless_it_is_of_this_host(
+    address: str, routable: bool
+) -> None:
+    """Loopback and unix sockets are not reachable from other hosts."""
+    assert ZmqLink().is_routable(address) is routable
+
+
+def test_a_wildcard_host_is_returned_as_one_that_can_be_dialled() -> None:
+    """Peers get an address, not 0.0.0.0."""
+    poller, link = Poller(), ZmqLink()
+    try:
+        (address,) = link.open(poller, ["tcp://0.0.0.0:*"], None)
+        host, _, port = address[len("tcp://") :].rpartition(":")
+        assert host != "0.0.0.0"
+        assert int(port) > 0
+    finally:
+        link.close()
+        poller.close()
+
+
+def test_ipc_listens_in_the_directory_that_it_is_given() -> None:
+    """The socket file is there while the link is open, and gone afterwards."""
+    poller, link = Poller(), ZmqLink(wires=("ipc",))
+    with tempfile.TemporaryDirectory() as directory:
+        (address,) = link.open(poller, ["ipc"], directory)
+        assert os.listdir(directory) == [os.path.basename(address)]
+        link.close()
+        assert os.listdir(directory) == []
+    poller.close()
+
+
+@pytest.mark.parametrize(
+    "listen",
+    ["ipc:///" + "x" * 110, "taken ipc", "taken tcp"],
+    ids=lambda text: text[:9],
+)
+def test_an_address_that_cannot_be_listened_on_is_an_os_error(listen: str) -> None:
+    """It names the address, and nothing stays open."""
+    poller, link = Poller(), ZmqLink()
+    with World(ZmqLink, 1) as world:
+        if listen.startswith("taken"):
+            wire = listen.split()[1]
+            taken = world.members[0].addresses
+            listen = next(a for a in taken if a.startswith(wire))
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match=listen.partition("://")[2][:20]):
+            link.open(poller, [listen], None)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+    poller.close()
+
+
+def test_options_and_addresses_that_make_no_sense_are_refused() -> None:
+    """A misspelt option is a TypeError, a foreign or malformed address a ValueError."""
+    with pytest.raises(TypeError):
+        ZmqLink(wire=("tcp",))  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="wires"):
+        ZmqLink(wires=("udp",))
+    with pytest.raises(ValueError, match="hwm"):
+        ZmqLink(hwm=0)
+    poller = Poller()
+    for address in ("ipc", "ipc:///a/b", "tcp://host", "tcp://host:99999", "udp://a:1"):
+        with pytest.raises(ValueError, match="not of the form"):
+            tcp().open(poller, [address], None)
+    poller.close()
+
+
+def test_a_member_does_not_hear_what_a_closed_connection_still_says(
+    raw_dealer: RawDealer,
+) -> None:
+    """A peer that ignores the goodbye goes on talking to nobody."""
+    with World(tcp, 1) as world:
+        (member,) = world.members
+        dealer = raw_dealer(member.addresses[0], True)
+        world.until(lambda: bool(member.conns(What.ACCEPTED)), "the raw dealer")
+        (conn,) = member.conns(What.ACCEPTED)
+        conn.close()
+        assert dealer.poll(int(PATIENCE * 1000))
+        assert dealer.recv_multipart() == [b"", b"bye"]
+        dealer.send(b"anybody there?")
+        assert isinstance(member.link, ZmqLink)
+        link = member.link
+        world.until(lambda: link.malformed_messages == 1, "the message is dropped")
+        assert not member.received
