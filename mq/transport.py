@@ -82,9 +82,13 @@ class Conn(ABC):
 
     Attributes:
         address: The peer's address as far as the link knows it, for people to read.
+        keeps_body: Whether the link may go on reading a body after `try_send`, which
+            saves its copy: the mesh then gives it memory that nobody writes to while
+            a view of it exists.
     """
 
     address: str
+    keeps_body: ClassVar[bool] = False
 
     @abstractmethod
     def try_send(
@@ -93,8 +97,8 @@ class Conn(ABC):
         """Hand a message to the engine, all of it or nothing; never wait.
 
         Returns:
-            True: the message will be sent, and the caller may change `head` and `body`
-            at once. False: not now; WRITABLE is reported when it is worth trying
+            True: the message will be sent, and the caller may change `head`, and
+            without `keeps_body` also `body`, at once. False: not now; WRITABLE is reported when it is worth trying
             again. On a broken connection True (the message is lost, as messages are
             at a break) and LOST is reported.
         """

@@ -82,8 +82,12 @@ class Port:
         self.current = None
         self.parsing = False
 
-    def send(self, *parts: bytes | bytearray | memoryview) -> bool:
+    def send(
+        self, *parts: bytes | bytearray | memoryview, body: memoryview | None = None
+    ) -> bool:
         """Send all parts as one message, or none; False: no room.
+
+        The engine reads the body, which comes last, where it is.
 
         Raises:
             zmq.ZMQError: The peer is gone.
@@ -96,7 +100,11 @@ class Port:
         try:
             for index in range(last):
                 send(parts[index], _MORE)
-            send(parts[last], NOW)
+            if body is None:
+                send(parts[last], NOW)
+            else:
+                send(parts[last], _MORE)
+                send(body, NOW, False)
         except zmq.Again:  # at the first part only: there is room for all, or none
             self._sending = False
             return False
@@ -123,6 +131,8 @@ class Port:
 
 class ZmqConn(Conn):
     """What both ends of a connection share: the parts of a message."""
+
+    keeps_body = True
 
     def __init__(self, port: Port, address: str) -> None:
         self.address = address
@@ -159,14 +169,16 @@ class ZmqConn(Conn):
             if body is None:
                 sent = self._send(head)
             else:
-                sent = self._send(head, body.nbytes.to_bytes(4, "little"), body)
+                sent = self._send(head, body.nbytes.to_bytes(4, "little"), body=body)
         except zmq.ZMQError as error:
             self.fail(f"the peer is gone ({error})")
             return True
         self._settle(not sent)
         return sent
 
-    def _send(self, *parts: bytes | bytearray | memoryview) -> bool:
+    def _send(
+        self, *parts: bytes | bytearray | memoryview, body: memoryview | None = None
+    ) -> bool:
         raise NotImplementedError
 
     def _settle(self, refused: bool) -> None:
@@ -245,8 +257,10 @@ class Dialled(ZmqConn):
         elif code in FAILURES:
             self.fail(FAILURES[code])
 
-    def _send(self, *parts: bytes | bytearray | memoryview) -> bool:
-        return self.port.send(*parts)
+    def _send(
+        self, *parts: bytes | bytearray | memoryview, body: memoryview | None = None
+    ) -> bool:
+        return self.port.send(*parts, body=body)
 
     def _settle(self, refused: bool) -> None:
         self._refused = refused

@@ -27,8 +27,10 @@ class Accepted(ZmqConn):
             self._router.lost[self] = self.port.taken
         super().fail(reason, finished)
 
-    def _send(self, *parts: bytes | bytearray | memoryview) -> bool:
-        return self.port.send(self.identity, *parts)
+    def _send(
+        self, *parts: bytes | bytearray | memoryview, body: memoryview | None = None
+    ) -> bool:
+        return self.port.send(self.identity, *parts, body=body)
 
     def _settle(self, refused: bool) -> None:
         if refused:
@@ -95,11 +97,14 @@ class Router:
     def _admit(self, identity: bytes) -> None:
         """Make a connection of a peer's first message, which is empty."""
         link, first = self.port.link, self.port.socket.recv(NOW, copy=False)
-        if first.more or len(first):
+        try:
+            fd, address = int(first.get(zmq.SRCFD)), str(first.get("Peer-Address"))
+        except zmq.ZMQError:  # noise that passed for the protocol's first version
+            fd, address = -1, ""
+        if first.more or len(first) or fd < 0:
             self.port.drain()
             link.malformed_messages += 1
             return
-        fd, address = int(first.get(zmq.SRCFD)), str(first.get("Peer-Address"))
         link.watch()  # what became of earlier connections of the same descriptor
         conn = self.accepted[identity] = Accepted(self, identity, address, fd)
         previous = self._owners.pop(fd, None)

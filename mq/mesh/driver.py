@@ -416,10 +416,11 @@ class Driver:
         self._publisher.release(message, list(self.mesh.sessions.values()))
 
     def _stream(self, message: Outgoing, topic: Topic, wait: bool) -> None:
-        """Send a large message from the caller's memory; copy the rest aside.
+        """Send a large message as the wire takes it; copy the rest aside.
 
-        Waiting for the wire costs at most about as long as copying the rest would,
-        so the sum is never more than twice the better of the two.
+        Memory for a few chunks serves the whole message that way. Waiting for the wire
+        costs at most about as long as copying the rest would, so the sum is never more
+        than twice the better of the two.
         """
         budget = 0.002 + message.nbytes / COPY_BYTES_PER_SECOND
         deadline = time.monotonic() + (budget if wait else 0.0)
@@ -429,6 +430,7 @@ class Driver:
                 if not self._sleep(deadline):
                     break
                 self._poll()
+                self._publisher.free_received(message, sessions)
         finally:
             self._release(message, topic)
             self._leave()

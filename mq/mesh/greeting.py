@@ -391,6 +391,7 @@ class Greetings:
             self._close(other)
         old = mesh.sessions.get(welcome.incarnation)
         if old is not None:
+            dial.session = None  # this dial goes on, in another session
             mesh.forget(old, "it has forgotten the session", superseded=True)
         mesh.establish(welcome, conn, welcome.session, dial)
         return True
@@ -438,6 +439,12 @@ class Greetings:
     def _close(self, conn: Conn) -> None:
         if self._greeters.pop(conn, None) is not None:
             conn.close()
+
+    def cancel_redial(self, session: Session) -> None:
+        """The session is gone: what an attempt under way may resume must not begin."""
+        for dial in self.dials:
+            if dial.session is session:
+                self.cancel(dial)
 
     def _cancel_dials(self, incarnation: str) -> None:
         for dial in self.dials:

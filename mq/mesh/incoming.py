@@ -364,26 +364,26 @@ class Inbox:
 
     def __init__(self) -> None:
         self.fifo: deque[Item] = deque()
-        self._taking: Entry | MessagesLost | None = None
+        self.taking: Entry | MessagesLost | None = None
+        """What `take` last began to hand out; reset before it is asked again."""
 
     def take(self) -> Entry | MessagesLost | None:
         """The next message or loss notice, or None; counts what was taken."""
         fifo = self.fifo
-        self._taking = None
         while fifo:
             item = fifo[0]
             if type(item) is Entry:
-                self._taking = item
+                self.taking = item
                 fifo.popleft()
                 self._count(item.source, item)
                 return item
             if type(item) is not Source:
                 assert isinstance(item, MessagesLost)
-                self._taking = item
+                self.taking = item
                 fifo.popleft()
                 return item
             if item.kept:
-                entry = self._taking = item.kept[0]
+                entry = self.taking = item.kept[0]
                 item.kept.popleft()
                 fifo.popleft()
                 self._count(item, entry)
@@ -403,7 +403,7 @@ class Inbox:
 
     def undo_take(self) -> None:
         """`take` was interrupted: nothing was taken."""
-        item, self._taking = self._taking, None
+        item, self.taking = self.taking, None
         if item is None or (self.fifo and self.fifo[0] is item):
             return
         if type(item) is not Entry:

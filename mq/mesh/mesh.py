@@ -60,6 +60,7 @@ class Mesh:
         self.config = config
         self.links = list(links)
         self.clock = clock
+        self._take = take
         self.stats = MeshStats()
         chunk_bytes = min(link.chunk_bytes for link in links)
         self.publisher = Publisher(take, chunk_bytes)
@@ -174,6 +175,7 @@ class Mesh:
             dialler=dial is not None,
             timeout=None if mine is None or theirs is None else max(mine, theirs),
             now=now,
+            take=self._take,
         )
         if dial is not None:
             session.dialled = dial.address
@@ -255,6 +257,7 @@ class Mesh:
         reason, proven, superseded = session.fate
         self._cut(session)
         self._unwatch(session)
+        self.greetings.cancel_redial(session)
         self.publisher.remove(session)
         self.subscriber.remove(session, may_return=not proven)
         self.changed += 1

@@ -27,6 +27,31 @@ GATHER_BYTES: Final = 64 * 1024
 Take = Callable[[int], memoryview]
 
 
+class Chunk:
+    """A part of a large message.
+
+    Attributes:
+        offset: Where it lies in the message's area.
+        view: Its bytes; the caller's memory until `own`.
+        owned: Whether nobody will write to that memory while a view of it exists.
+    """
+
+    __slots__ = ("offset", "owned", "view")
+
+    def __init__(self, offset: int, view: memoryview, owned: bool) -> None:
+        self.offset = offset
+        self.view = view
+        self.owned = owned
+
+    def own(self, take: Take) -> None:
+        """Copy it into memory of the pool, once for all subscribers."""
+        if not self.owned:
+            copy = take(len(self.view))
+            copy[:] = self.view
+            self.view = copy
+            self.owned = True
+
+
 class Outgoing:
     """A committed message, shared by all its subscribers.
 
@@ -34,9 +59,7 @@ class Outgoing:
         sequence: Its number on the topic.
         total: Bytes published on the topic up to and including this message.
         data: The whole area of a small message, owned; None for a large one.
-        chunks: Offset in the area and bytes of each chunk of a large message. Until
-            `own`, these are views of the caller's memory; None is a chunk that nobody
-            needs any more.
+        chunks: The chunks of a large message; None is one that nobody needs any more.
         owned: Whether nothing of it is the caller's memory.
     """
 
@@ -57,7 +80,7 @@ class Outgoing:
         published_at: float,
         nbytes: int,
         data: bytes | None,
-        chunks: list[tuple[int, memoryview] | None],
+        chunks: list[Chunk | None],
     ) -> None:
         self.sequence = sequence
         self.total = total
@@ -73,23 +96,22 @@ class Outgoing:
             return
         keep = set(needed)
         for index, chunk in enumerate(self.chunks):
-            if chunk is None:
-                continue
-            if index in keep:
-                offset, view = chunk
-                copy = take(len(view))
-                copy[:] = view
-                self.chunks[index] = (offset, copy)
+            if chunk is not None and index in keep:
+                chunk.own(take)
             else:
                 self.chunks[index] = None
         self.owned = True
 
+    def free_before(self, index: int) -> None:
+        """Every subscriber has the chunks before this one: let their memory go."""
+        while index > 0 and self.chunks[index - 1] is not None:
+            index -= 1
+            self.chunks[index] = None
 
-def cut(
-    frames: Frames, chunk_bytes: int, take: Take
-) -> list[tuple[int, memoryview] | None]:
+
+def cut(frames: Frames, chunk_bytes: int, take: Take) -> list[Chunk | None]:
     """Cut an area into chunks: slices of large buffers, small ones gathered."""
-    chunks: list[tuple[int, memoryview] | None] = []
+    chunks: list[Chunk | None] = []
     run: list[tuple[int, memoryview]] = []
     gathered = min(GATHER_BYTES, chunk_bytes)
 
@@ -102,7 +124,7 @@ def cut(
         copy[:] = bytes(stop - start)  # the gaps: never send what was there before
         for offset, view in run:
             copy[offset - start : offset - start + len(view)] = view
-        chunks.append((start, copy))
+        chunks.append(Chunk(start, copy, True))
         run.clear()
 
     for offset, view in frames.segments():
@@ -113,7 +135,7 @@ def cut(
             continue
         gather()
         chunks.extend(
-            (offset + start, view[start : start + chunk_bytes])
+            Chunk(offset + start, view[start : start + chunk_bytes], False)
             for start in range(0, len(view), chunk_bytes)
         )
     gather()
@@ -294,7 +316,7 @@ class Topic:
         published_at: float,
         nbytes: int,
         data: bytes | None,
-        chunks: list[tuple[int, memoryview] | None],
+        chunks: list[Chunk | None],
         retain: bool,
         take: Take,
     ) -> Outgoing:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mq.errors import CodecError, MessageTooLarge
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
-from mq.mesh.outgoing import INLINE_BYTES, Feed, Outgoing, Take, Topic, cut
+from mq.mesh.outgoing import INLINE_BYTES, Chunk, Feed, Outgoing, Take, Topic, cut
 from mq.mesh.wire import Malformed, Subscribe, Subscribed
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Publisher:
     ) -> Outgoing:
         """Commit a message; the caller has seen that there is credit."""
         data: bytes | None = None
-        chunks: list[tuple[int, memoryview] | None] = []
+        chunks: list[Chunk | None] = []
         if frames.nbytes <= INLINE_BYTES:
             data = frames.pack()
         else:
@@ -87,6 +87,11 @@ class Publisher:
         for feed in topic.feeds:
             feed.session.offer(feed, message.nbytes)
         return message
+
+    @staticmethod
+    def free_received(message: Outgoing, sessions: Sequence[Session]) -> None:
+        """Let go of the chunks of a large message that every subscriber has."""
+        message.free_before(min(session.first_needed(message) for session in sessions))
 
     def release(self, message: Outgoing, sessions: Sequence[Session]) -> None:
         """Copy what of a large message is still needed; the caller's memory is free."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.mesh import wire
 from mq.mesh.handshake import Greeting
-from mq.mesh.outgoing import Feed, Outgoing
+from mq.mesh.outgoing import Feed, Outgoing, Take
 from mq.mesh.wire import Malformed
 from mq.stats import PeerStats
 
@@ -110,6 +110,7 @@ class Session:
         dialler: bool,
         timeout: float | None,
         now: float,
+        take: Take,
     ) -> None:
         self.id = id
         self.peer = peer
@@ -117,6 +118,7 @@ class Session:
         self.dialler = dialler
         self.timeout = timeout
         self.watch: Watch | None = None
+        self._take = take
         self.accepts = frozenset(peer.accepts)
         self.stats = PeerStats()
         self.conn: Conn | None = None
@@ -253,7 +255,9 @@ class Session:
         if frame.message is not None:
             chunk = frame.message.chunks[frame.chunk]
             assert chunk is not None  # kept until this frame is received
-            body = chunk[1]
+            if conn.keeps_body:
+                chunk.own(self._take)
+            body = chunk.view
         self.sending = True
         accepted = conn.try_send(head, body)
         self.sending = False
@@ -358,7 +362,7 @@ class Session:
             message.sequence,
             message.published_at,
             message.nbytes,
-            chunk[0],
+            chunk.offset,
         )
         flags = wire.FLAG_LAST if last else 0
         if last or index % CHUNKS_PER_ANSWER == 0:
@@ -374,13 +378,13 @@ class Session:
                 index,
             )
         )
-        feed.on_wire = feed.keep is not None
         begins = feed.progress is None
         feed.progress = None if last else (message, index + 1)
         if begins:
             feed.queue.popleft()
+        feed.on_wire = feed.keep is not None
         self.waiting_messages = max(0, self.waiting_messages - last)
-        self.waiting_bytes = max(0, self.waiting_bytes - len(chunk[1]))
+        self.waiting_bytes = max(0, self.waiting_bytes - len(chunk.view))
 
     # -- what the peer has received ----------
 
@@ -418,7 +422,9 @@ class Session:
         self.waiting_messages = sum(len(feed.queue) for feed in self.feeds.values())
         self.waiting_bytes = 0
         self.batch_at = None
+        leaving = {feed for f in self.frames for feed, _ in f.completes or ()}
         for feed in self.feeds.values():
+            feed.on_wire = feed.keep is not None and feed in leaving
             if feed not in self.busy:
                 self.busy.append(feed)
 
@@ -441,6 +447,18 @@ class Session:
             if feed.progress is not None:
                 found.add(feed.progress[0])
         return found
+
+    def first_needed(self, message: Outgoing) -> int:
+        """The first chunk of a large message that may still have to be sent."""
+        for frame in self.frames:
+            if frame.message is message:
+                return frame.chunk
+        for feed in self.feeds.values():
+            if feed.progress is not None and feed.progress[0] is message:
+                return feed.progress[1]
+            if message in feed.queue:
+                return 0
+        return len(message.chunks)
 
     def chunks_needed(self, message: Outgoing) -> set[int]:
         """Chunks of a large message that this session may still have to send."""

@@ -244,6 +244,7 @@ class Subscriber:
 
         An exception takes nothing.
         """
+        self.inbox.taking = None
         try:
             item = self.inbox.take()
             if type(item) is Entry:
