@@ -83,6 +83,10 @@ class MessagesLost(MQError):
         self.topics = tuple(topics)
         self.count = count
 
+    def __reduce__(self) -> tuple[type[MessagesLost], tuple[str, tuple[str, ...], int]]:
+        """So that it can be sent to another process."""
+        return MessagesLost, (self.sender, self.topics, self.count)
+
 
 class MessageTooLarge(MQError, ValueError):
     """A message is larger than some subscriber's `max_message_bytes`."""

@@ -145,6 +145,8 @@ def join(
     except BaseException:
         if driver is not None:
             driver.closing = True
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                driver.leave("could not join", 0.0)
             driver.stop()
         if meeting is not None:
             meeting.close()

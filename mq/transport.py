@@ -98,9 +98,9 @@ class Conn(ABC):
 
         Returns:
             True: the message will be sent, and the caller may change `head`, and
-            without `keeps_body` also `body`, at once. False: not now; WRITABLE is reported when it is worth trying
-            again. On a broken connection True (the message is lost, as messages are
-            at a break) and LOST is reported.
+            without `keeps_body` also `body`, at once. False: not now; WRITABLE is
+            reported when it is worth trying again. On a broken connection True (the
+            message is lost, as messages are at a break) and LOST is reported.
         """
 
     @abstractmethod
@@ -142,11 +142,14 @@ class Link(ABC):
         capabilities: What this transport can do.
         chunk_bytes: The largest body, in bytes.
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
+        malformed: How many messages and connections were dropped because no member
+            sends such.
     """
 
     capabilities: ClassVar[Capabilities]
     chunk_bytes: int = CHUNK_BYTES
     max_ahead: int = 4 * CHUNK_BYTES
+    malformed: int = 0
 
     @classmethod
     def unusable(cls) -> str | None:

@@ -45,7 +45,7 @@ def _own_shared_memory() -> set[str]:
 
 def _of_multiprocessing() -> set[int]:
     """Descriptors by which multiprocessing talks to its helpers, once they run."""
-    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server = multiprocessing.forkserver._forkserver
     tracker = multiprocessing.resource_tracker._resource_tracker
     fds = (server._forkserver_alive_fd, tracker._fd)  # type: ignore[attr-defined]
     return {fd for fd in fds if fd is not None}

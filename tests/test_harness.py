@@ -173,8 +173,7 @@ class _Echo:
 def proxied(tmp_path: Any) -> Iterator[tuple[Proxy, socket.socket]]:
     """A proxy in front of an echo, and a client connected through it."""
     echo = _Echo()
-    proxy = Proxy.in_front_of(echo.address, str(tmp_path / "p"))
-    assert proxy is not None
+    proxy = Proxy(echo.address, str(tmp_path / "p"))
     host, _, port = proxy.address.rpartition(":")
     client = socket.create_connection((host.partition("//")[2], int(port)), 5)
     yield proxy, client

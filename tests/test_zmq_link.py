@@ -80,7 +80,7 @@ def test_a_malformed_message_breaks_only_the_connection_it_came_on(
         world.lost(1, hostile)
         assert member.received[hostile] == [(b"well-formed", b"")]
         assert isinstance(member.link, ZmqLink)
-        assert member.link.malformed_messages >= 1
+        assert member.link.malformed >= 1
         world.send(dialled, b"undisturbed", b"body")
         world.until(lambda: accepted in member.received, "the others' message")
         assert member.received[accepted] == [(b"undisturbed", b"body")]
@@ -97,7 +97,7 @@ def test_a_peer_that_does_not_introduce_itself_is_never_a_connection(
         link = member.link
         dealer = raw_dealer(member.addresses[0], False)
         dealer.send_multipart([b"who", b"am", b"I"])
-        world.until(lambda: link.malformed_messages == 1, "the stray message")
+        world.until(lambda: link.malformed == 1, "the stray message")
         assert not member.events
 
 
@@ -351,5 +351,5 @@ def test_a_member_does_not_hear_what_a_closed_connection_still_says(
         dealer.send(b"anybody there?")
         assert isinstance(member.link, ZmqLink)
         link = member.link
-        world.until(lambda: link.malformed_messages == 1, "the message is dropped")
+        world.until(lambda: link.malformed == 1, "the message is dropped")
         assert not member.received

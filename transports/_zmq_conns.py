@@ -152,7 +152,7 @@ class ZmqConn(Conn):
 
     def _malformed(self, what: str) -> None:
         self.port.drain()
-        self.port.link.malformed_messages += 1
+        self.port.link.malformed += 1
         self.fail(f"the peer sent {what}, which no member does", finished=True)
 
     def interrupted(self) -> None:

@@ -103,7 +103,7 @@ class Router:
             fd, address = -1, ""
         if first.more or len(first) or fd < 0:
             self.port.drain()
-            link.malformed_messages += 1
+            link.malformed += 1
             return
         link.watch()  # what became of earlier connections of the same descriptor
         conn = self.accepted[identity] = Accepted(self, identity, address, fd)

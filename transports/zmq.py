@@ -19,10 +19,12 @@ import select
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import zmq
+from zmq.utils.garbage import gc
 
 from mq import addresses
 from mq.mesh.poller import Poller
@@ -36,10 +38,43 @@ _HEADROOM_BYTES = 64 * 1024
 
 _UP = (zmq.EVENT_LISTENING, zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
 _DOWN = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED)
+_COLLECT_SECONDS = 0.5
 _WATCHED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED) | sum({*_UP, *_DOWN, *FAILURES})
 
 # A forked child must neither close these nor let them be collected (a warning).
 _abandoned: list[object] = []
+
+
+class _Collector:
+    """pyzmq's thread that frees what was sent without a copy.
+
+    It starts with the first such message of a process and never ends, so the last link
+    ends it, unless the application uses it too.
+    """
+
+    def __init__(self) -> None:
+        self._links: set[int] = set()
+        self._ours = False
+
+    def use(self, link: ZmqLink) -> None:
+        """A link opens."""
+        if not self._links:
+            self._ours = not gc.is_alive()
+        self._links.add(id(link))
+
+    def leave(self, link: ZmqLink) -> None:
+        """A link has closed, its context is terminated, so nothing of it is read."""
+        self._links.discard(id(link))
+        if self._links or not self._ours or not gc.is_alive():
+            return
+        deadline = time.monotonic() + _COLLECT_SECONDS
+        while gc.refs and gc.thread and time.monotonic() < deadline:
+            gc.thread.join(0.001)
+        if not gc.refs:  # else the application has messages of its own under way
+            gc.stop()
+
+
+_collector = _Collector()
 
 
 class ZmqLink(Link):
@@ -53,8 +88,6 @@ class ZmqLink(Link):
         hwm: Messages queued per connection and direction before `try_send` refuses.
         io_threads: Threads of the engine; for one connection a second is no gain.
 
-    Attributes:
-        malformed_messages: How many messages were dropped because no member sends such.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(reach="network")
@@ -71,7 +104,8 @@ class ZmqLink(Link):
         if hwm < 2 or io_threads < 1:
             raise ValueError("hwm must be at least 2, and io_threads at least 1")
         self.hwm = hwm
-        self.malformed_messages = 0
+        self.malformed = 0
+        self._strangers: set[int] = set()
         self.busy: dict[Port, None] = {}
         self.dialled: dict[bytes, Dialled] = {}
         self.descriptors: dict[tuple[bytes, int], int] = {}
@@ -96,6 +130,7 @@ class ZmqLink(Link):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._open = True
+        _collector.use(self)
         try:
             self._start()
             bound = [self._listen(address, directory) for address in wanted]
@@ -227,10 +262,21 @@ class ZmqLink(Link):
             elif code in _DOWN:
                 self.descriptors.pop((name, fd), None)
             if name == LISTENER:
+                self._saw_listener(code, fd)
                 self._router.saw(code, fd)
             elif name in self.dialled:
                 self.dialled[name].saw(code, fd)
         self.busy.pop(self._monitor, None)
+
+    def _saw_listener(self, code: int, fd: int) -> None:
+        """Count the connections that never spoke ZeroMQ."""
+        if code == zmq.EVENT_ACCEPTED:
+            self._strangers.add(fd)
+        elif code == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._strangers.discard(fd)
+        elif code in FAILURES and fd in self._strangers:
+            self._strangers.discard(fd)
+            self.malformed += 1
 
     def poll(self) -> Iterator[Event]:
         signalled = self._epoll.poll(0, 64) if self._open else []
@@ -276,6 +322,7 @@ class ZmqLink(Link):
         for port in list(self._ports.values()):
             self.forget(port)
         self._context.destroy()
+        _collector.leave(self)
         self._epoll.close()
         for path in self._files:
             if os.path.exists(path):

@@ -298,7 +298,7 @@ class Driver:
         """
         if self.closing or self.forked:
             self._refuse()
-        if timeout is not None:
+        if timeout is not None and not timeout >= 0:
             check_timeout(timeout)
         with self.lock:
             if self.closing or self.mesh.replaced:
@@ -367,14 +367,14 @@ class Driver:
         """
         if self.closing or self.forked:
             self._refuse()
-        if timeout is not None:
+        if timeout is not None and not timeout >= 0:
             check_timeout(timeout)
         with self.lock:
             if self.closing or self.mesh.replaced:
                 self._refuse()
             publisher = self._publisher
-            topic = publisher.topic(name)
-            if topic.feeds:
+            topic = publisher.topics.get(name) or publisher.topic(name)
+            if frames.nbytes > topic.limit_message or frames.needs:
                 publisher.check(topic, frames)
             if not topic.has_credit():
                 if timeout == 0 and not stream:
@@ -383,10 +383,13 @@ class Driver:
             message: Outgoing | None = None
             try:
                 message = publisher.publish(topic, frames, time.time(), retain)
-                now = time.monotonic()
                 sent = False
+                pumped = False
                 for feed in topic.feeds:
-                    sent |= feed.session.pump(now, urgent)
+                    session = feed.session
+                    if urgent or not session.holds_batch():
+                        pumped = True
+                        sent |= session.pump(time.monotonic(), urgent)
             except BaseException:
                 self.mesh.recover()
                 if message is not None:
@@ -394,7 +397,7 @@ class Driver:
                 raise
             if message.data is None:
                 self._stream(message, topic, stream)
-            if sent or self._leader != threading.get_ident():
+            if pumped:
                 self._after_publish(topic, sent)
         return True
 

@@ -239,9 +239,9 @@ class Source:
         self.grant_at_messages = self.granted_messages - target // 2
         target = _share(subscription.window_bytes, len(sources), active, self.active)
         mine = self.granted_bytes - self.consumed_bytes
-        self.granted_bytes += max(
-            min(target - mine, subscription.window_bytes - held_bytes), 1 - mine, 0
-        )
+        # Below zero after a message that was larger than what was left of the grant.
+        free = subscription.window_bytes - held_bytes - min(0, mine)
+        self.granted_bytes += max(min(target - mine, free), 1 - mine, 0)
         self.grant_at_bytes = self.granted_bytes - target // 2
         return before != (self.granted_messages, self.granted_bytes)
 
@@ -249,13 +249,6 @@ class Source:
         """The grants as they are now."""
         return wire.Credit(
             self.subscription.id, self.granted_messages, self.granted_bytes
-        )
-
-    def grant_is_due(self) -> bool:
-        """Whether half of what was granted has been taken."""
-        return (
-            self.consumed_messages >= self.grant_at_messages
-            or self.consumed_bytes >= self.grant_at_bytes
         )
 
     def _check_credit(self, sequence: int) -> None:
@@ -375,7 +368,7 @@ class Inbox:
             if type(item) is Entry:
                 self.taking = item
                 fifo.popleft()
-                self._count(item.source, item)
+                self._count(item[0], item)
                 return item
             if type(item) is not Source:
                 assert isinstance(item, MessagesLost)
@@ -393,13 +386,16 @@ class Inbox:
 
     @staticmethod
     def _count(source: Source, entry: Entry) -> None:
+        _, sequence, _, area = entry
+        nbytes = len(area)
         stats = source.subscription.stats
-        stats.dropped += max(0, entry.sequence - max(source.taken + 1, source.first))
-        source.taken = entry.sequence
+        if sequence != source.taken + 1:
+            stats.dropped += max(0, sequence - max(source.taken + 1, source.first))
+        source.taken = sequence
         source.consumed_messages += 1
-        source.consumed_bytes += len(entry.area)
+        source.consumed_bytes += nbytes
         stats.received += 1
-        stats.received_bytes += len(entry.area)
+        stats.received_bytes += nbytes
 
     def undo_take(self) -> None:
         """`take` was interrupted: nothing was taken."""

@@ -256,6 +256,7 @@ class Topic:
         "_last",
         "_retained",
         "feeds",
+        "limit_message",
         "limit_sequence",
         "limit_total",
         "name",
@@ -291,6 +292,10 @@ class Topic:
             self._last,
             *(feed.queue for feed in self.feeds),
         )
+        self.limit_message = min(
+            (feed.session.peer.max_message_bytes for feed in self.feeds),
+            default=_NO_LIMIT,
+        )
         bounded = [feed for feed in self.feeds if feed.keep is None]
         self.limit_sequence = min(
             (feed.limit_sequence for feed in bounded), default=_NO_LIMIT
@@ -322,14 +327,8 @@ class Topic:
     ) -> Outgoing:
         """Number the message and queue it for every subscriber, in one step."""
         newest = self._last[0]
-        message = Outgoing(
-            newest.sequence + 1,
-            newest.total + nbytes,
-            published_at,
-            nbytes,
-            data,
-            chunks,
-        )
+        sequence, total = newest.sequence + 1, newest.total + nbytes
+        message = Outgoing(sequence, total, published_at, nbytes, data, chunks)
         queues = self.queues
         if retain:
             message.own(take, range(len(chunks)))

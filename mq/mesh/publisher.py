@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mq.frames import Frames
     from mq.mesh.session import Session
 
+_NO_CHUNKS: list[Chunk | None] = []  # shared by all small messages, never changed
 MAX_FEEDS_PER_PEER = 65536
 """Subscriptions that one peer may have."""
 
@@ -71,21 +72,20 @@ class Publisher:
     ) -> Outgoing:
         """Commit a message; the caller has seen that there is credit."""
         data: bytes | None = None
-        chunks: list[Chunk | None] = []
-        if frames.nbytes <= INLINE_BYTES:
+        chunks = _NO_CHUNKS
+        nbytes = frames.nbytes
+        if nbytes <= INLINE_BYTES:
             data = frames.pack()
         else:
             chunks = cut(frames, self._chunk_bytes, self._take)
-        message = topic.commit(
-            published_at, frames.nbytes, data, chunks, retain, self._take
-        )
+        message = topic.commit(published_at, nbytes, data, chunks, retain, self._take)
         stats = topic.stats
         stats.published += 1
-        stats.published_bytes += message.nbytes
+        stats.published_bytes += nbytes
         if not topic.feeds:
             stats.nobody += 1
         for feed in topic.feeds:
-            feed.session.offer(feed, message.nbytes)
+            feed.session.offer(feed, nbytes)
         return message
 
     @staticmethod

@@ -209,6 +209,14 @@ class Session:
         if feed not in self.busy:
             self.busy.append(feed)
 
+    def holds_batch(self) -> bool:
+        """Whether a batch waits for more, with its time of departure set."""
+        return (
+            self.batch_at is not None
+            and self.waiting_messages < BATCH_MESSAGES
+            and self.waiting_bytes < BATCH_BYTES
+        )
+
     def pump(self, now: float, flush: bool = False) -> bool:
         """Send what the connection takes; whether that was anything.
 

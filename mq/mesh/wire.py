@@ -136,17 +136,10 @@ def decode(kind: int, raw: memoryview) -> Any:
         raise Malformed(f"control frame {kind}: {error}") from error
 
 
-class Record(NamedTuple):
-    """A small message in a DATA frame; `area` is a view of the frame."""
-
-    subscription: int
-    sequence: int
-    published_at: float
-    area: memoryview
-
-
-def records(view: memoryview, start: int) -> Iterator[Record]:
-    """Cut a DATA frame into messages.
+def records(
+    view: memoryview, start: int
+) -> Iterator[tuple[int, int, float, memoryview]]:
+    """Cut a DATA frame into messages: subscription, sequence, time, area.
 
     Raises:
         Malformed: A record is cut off.
@@ -161,7 +154,7 @@ def records(view: memoryview, start: int) -> Iterator[Record]:
         stop = start + nbytes
         if stop > end:
             raise Malformed("record longer than its frame")
-        yield Record(subscription, sequence, published_at, view[start:stop])
+        yield subscription, sequence, published_at, view[start:stop]
         start = stop
 
 
