@@ -1,0 +1,1 @@
+"""Compares transports with the bare library and with the hardware's limits."""

@@ -1,0 +1,208 @@
+"""What a run leaves behind: rows of JSON lines, and where they were measured."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+PACKAGES = ("torch", "numpy", "pyzmq", "pynng", "msgspec", "gymnasium")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to measure, once.
+
+    Attributes:
+        transport: A backend string, or ``raw:...`` or ``limit:...``.
+        nbytes: Size of one payload in bytes.
+        round: Which repetition; the transports of one round are compared.
+        budget: Seconds that the timed part should last.
+        limit: Seconds after which the cell is given up and its processes killed.
+    """
+
+    transport: str
+    workload: str
+    nbytes: int
+    round: int = 0
+    budget: float = 1.0
+    limit: float = 60.0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one process of a cell used.
+
+    Attributes:
+        cpu_seconds: User and system time.
+        base_rss_bytes: Resident memory before the cell's work began.
+        peak_rss_bytes: The most resident memory at any time.
+    """
+
+    ranks: list[int]
+    cpu_seconds: float
+    base_rss_bytes: int
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row: what a cell measured, or why it did not.
+
+    Attributes:
+        status: "ok"; "failed", with `reason`; or "skipped", with `reason`.
+        metrics: Named numbers; "value" is the one that transports are compared by, in
+            the workload's unit.
+        seconds: Wall time of the whole cell.
+    """
+
+    transport: str
+    workload: str
+    nbytes: int
+    round: int
+    status: Literal["ok", "failed", "skipped"]
+    reason: str = ""
+    detail: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    processes: list[Usage] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        cell: Cell,
+        status: Literal["ok", "failed", "skipped"],
+        reason: str = "",
+        **rest: Any,
+    ) -> Result:
+        """A row about `cell`."""
+        name = (cell.transport, cell.workload, cell.nbytes, cell.round)
+        return cls(*name, status, reason, **rest)
+
+
+def environment(arguments: Sequence[str]) -> dict[str, str]:
+    """Where and with what a run is made, for people who read the figures later.
+
+    Args:
+        arguments: The arguments of `mq bench`.
+    """
+    facts = {
+        "command": shlex.join(["mq", "bench", *arguments]),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "cpu": _cpu_model(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'):,} bytes",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "commit": _commit(),
+    }
+    for package in PACKAGES:
+        facts[package] = _version(package)
+    facts["libzmq"] = _libzmq()
+    return facts
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    return names[0].strip() if names else platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _libzmq() -> str:
+    try:
+        import zmq
+    except ImportError:
+        return "not installed"
+    return str(zmq.zmq_version())
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        answer = subprocess.run(
+            command, cwd=here, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return answer.stdout.strip()
+
+
+class Writer:
+    """Appends rows to a file of JSON lines, each as soon as it is known."""
+
+    def __init__(self, path: Path, facts: dict[str, str]) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._write({"record": "environment", **facts})
+
+    def add(self, result: Result) -> None:
+        """Write one row."""
+        self._write({"record": "result", **asdict(result)})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read(path: Path) -> tuple[dict[str, str], list[Result]]:
+    """The environment and the rows of a file of JSON lines.
+
+    Raises:
+        ValueError: A line is not one that `Writer` makes.
+    """
+    facts: dict[str, str] = {}
+    results = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                kind, row = _parse(line)
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: not a row of `mq bench`: {error}"
+                ) from error
+            if kind == "environment":
+                facts = row
+            else:
+                usage = [Usage(**used) for used in row.pop("processes")]
+                results.append(Result(**row, processes=usage))
+    return facts, results
+
+
+def _parse(line: str) -> tuple[str, dict[str, Any]]:
+    row = json.loads(line)
+    kind = row.pop("record")
+    if kind not in ("environment", "result"):
+        raise ValueError(f"unknown record {kind!r}")
+    return kind, row
+
+
+def percentiles(samples: Iterable[float]) -> dict[str, float]:
+    """p50, p90, p99 by the nearest rank, and how many samples there are."""
+    ordered = sorted(samples)
+    if not ordered:
+        raise ValueError("no samples: nothing was measured")
+    last = len(ordered) - 1
+    found = {f"p{p}": ordered[min(last, len(ordered) * p // 100)] for p in (50, 90, 99)}
+    return {**found, "samples": float(len(ordered))}

@@ -1,0 +1,191 @@
+"""Runs one cell in fresh processes, and is never held up by it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from bench import peer
+from bench.peer import Metrics, Unusable
+from bench.rows import Cell, Result, Usage
+
+PRELOAD = ["torch", "bench.workloads", "bench.wire", "bench.raw", "bench.limits"]
+
+
+class CellFailed(Exception):
+    """A participant failed, died or hung; `detail` is its traceback, where known."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.detail = detail
+
+
+def run_cell(
+    cell: Cell, body: str, size: int, *, threads: bool = False, touch: int = 0
+) -> Result:
+    """Measure one cell; whatever goes wrong in it becomes a row, not an exception.
+
+    Args:
+        body: What each participant does, as ``module:function``.
+        size: How many participants.
+        threads: Whether they are threads of one process instead of processes.
+        touch: Bytes of memory to touch beforehand.
+    """
+    start = time.monotonic()
+    groups = [list(range(size))] if threads else [[rank] for rank in range(size)]
+    try:
+        _touch(cell, touch)
+        with _started(cell, body, size, groups) as (processes, pipes):
+            metrics, usage = _Conversation(cell, groups, processes, pipes).hold()
+    except Unusable as error:
+        return Result.of(cell, "skipped", str(error))
+    except CellFailed as error:
+        seconds = time.monotonic() - start
+        return Result.of(
+            cell, "failed", str(error), detail=error.detail, seconds=seconds
+        )
+    seconds = time.monotonic() - start
+    return Result.of(cell, "ok", metrics=metrics, processes=usage, seconds=seconds)
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    # Importing torch takes seconds: the fork server does it once, and has no threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _touch(cell: Cell, nbytes: int) -> None:
+    if not nbytes:
+        return
+    process = _context().Process(target=peer.touch_memory, args=(nbytes,))
+    process.start()
+    _end([process], cell.limit)
+
+
+@contextmanager
+def _started(
+    cell: Cell, body: str, size: int, groups: Sequence[Sequence[int]]
+) -> Iterator[tuple[list[ForkServerProcess], list[Connection]]]:
+    context = _context()
+    ends = [context.Pipe() for _ in range(size)]
+    ours, theirs = [end[0] for end in ends], [end[1] for end in ends]
+    processes: list[ForkServerProcess] = []
+    directory = tempfile.TemporaryDirectory(prefix="mq-bench-")
+    grace = 0.0
+    try:
+        for ranks in groups:
+            pipes = [theirs[rank] for rank in ranks]
+            process = context.Process(
+                target=peer.run_peers,
+                args=(body, cell, ranks, size, directory.name, pipes),
+                name=f"bench-{cell.workload}-{ranks[0]}",
+                daemon=True,
+            )
+            process.start()
+            processes.append(process)
+        for pipe in theirs:  # so that a dead process is seen as the end of its pipe
+            pipe.close()
+        yield processes, ours
+        grace = 5.0
+    finally:
+        _end(processes, grace)
+        directory.cleanup()  # ours, so that nothing remains of a killed cell
+        for pipe in [*ours, *theirs]:
+            pipe.close()
+
+
+def _end(processes: Sequence[ForkServerProcess], grace: float) -> None:
+    for process in processes:
+        process.join(grace)
+        if process.exitcode is None:
+            process.kill()
+    for process in processes:
+        process.join(10)  # until the kernel has freed a killed process's memory
+
+
+class _Conversation:
+    """What the participants of a cell tell us, until all of them have finished."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        groups: Sequence[Sequence[int]],
+        processes: Sequence[ForkServerProcess],
+        pipes: Sequence[Connection],
+    ) -> None:
+        self._limit = cell.limit
+        self._groups = groups
+        self._processes = processes
+        self._pipes = pipes
+        self._open = set(range(len(pipes)))
+        self._met: dict[int, Any] = {}
+        self._metrics: Metrics = {}
+        self._usage: list[Usage] = []
+
+    def hold(self) -> tuple[Metrics, list[Usage]]:
+        """Listen to the end.
+
+        Raises:
+            CellFailed: A participant failed, died, or did not finish in time.
+            Unusable: A participant says that the cell cannot be measured here.
+        """
+        deadline = time.monotonic() + self._limit
+        while len(self._usage) < len(self._processes):
+            left = deadline - time.monotonic()
+            pipes = [self._pipes[rank] for rank in self._open]
+            ready = connection.wait(pipes, max(0.0, left))
+            if not ready or left <= 0:
+                raise CellFailed(f"hung: not finished within {self._limit:.0f} s")
+            for rank in sorted(self._open):
+                if self._pipes[rank] in ready:
+                    self._hear(rank, self._pipes[rank])
+        return self._metrics, self._usage
+
+    def _hear(self, rank: int, pipe: Connection) -> None:
+        try:
+            kind, *values = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise CellFailed(f"rank {rank} died{self._status(rank)}") from error
+        if kind == "meet":
+            self._met[rank] = values[0]
+            self._answer()
+        elif kind == "done":
+            self._metrics.update(values[0])
+        elif kind == "exit":
+            self._usage.append(values[0])
+            self._open.difference_update(values[0].ranks)
+        elif kind == "skipped":
+            raise Unusable(values[0])
+        else:
+            raise CellFailed(f"rank {rank}: {values[0]}", values[1])
+
+    def _answer(self) -> None:
+        if len(self._met) < len(self._pipes):
+            return
+        values = [self._met[rank] for rank in range(len(self._pipes))]
+        self._met.clear()
+        for rank in range(len(self._pipes)):
+            self._tell(rank, values)
+
+    def _tell(self, rank: int, values: list[Any]) -> None:
+        try:
+            self._pipes[rank].send(values)
+        except OSError as error:
+            raise CellFailed(f"rank {rank} died{self._status(rank)}") from error
+
+    def _status(self, rank: int) -> str:
+        index = next(i for i, ranks in enumerate(self._groups) if rank in ranks)
+        process = self._processes[index]
+        process.join(1.0)
+        code = process.exitcode
+        if code is None:
+            return ""
+        return f" of signal {-code}" if code < 0 else f" with exit status {code}"

@@ -1,0 +1,109 @@
+"""The one interface that the timed loops use, whatever carries the payloads."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+import mq
+from bench.payloads import Payload
+from bench.peer import Peer
+
+if TYPE_CHECKING:
+    from mq.queue import MQ
+
+
+class Wire(ABC):
+    """A hub and its spokes: the hub sends to all spokes, a spoke to the hub."""
+
+    @abstractmethod
+    def send(self, payload: Payload) -> None:
+        """Send a payload, or None for an empty message."""
+
+    @abstractmethod
+    def recv(self) -> Payload:
+        """The next payload, ready for use.
+
+        Raises:
+            TimeoutError: Nothing came within the time that the wire was made with.
+        """
+
+    @abstractmethod
+    def bulk(self, payload: Payload) -> AbstractContextManager[Callable[[], int]]:
+        """In this block `payload` flows from the hub again and again, beside `send`.
+
+        The block must call what it is given once per turn of its loop; this returns
+        how many times the payload has left so far.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything."""
+
+
+class MqWire(Wire):
+    """The library itself: one topic outwards, one inwards, one for bulk."""
+
+    def __init__(self, peer: Peer, quiet: float) -> None:
+        self._quiet = quiet
+        self._peer = peer
+        hub = peer.rank == 0
+        self._topic = "out" if hub else "in"
+        self._queue: MQ = mq.connect(
+            peer.cell.transport,
+            group=peer.group,
+            name=f"rank{peer.rank}",
+            connect_timeout=peer.remaining(),
+        )
+        try:
+            self._subscribe(peer, hub)
+        except BaseException:
+            self._queue.close(linger=0)
+            raise
+
+    def _subscribe(self, peer: Peer, hub: bool) -> None:
+        for topic in ["in"] if hub else ["out", "bulk"]:
+            self._queue.subscribe(topic, timeout=peer.remaining())
+        expected = peer.spokes if hub else 1
+        self._queue.wait_for_subscribers(
+            self._topic, expected, timeout=peer.remaining()
+        )
+        peer.meet()
+
+    def send(self, payload: Payload) -> None:
+        self._queue.publish(self._topic, payload, timeout=self._quiet)
+
+    def recv(self) -> Payload:
+        payload: Payload = self._queue.recv(timeout=self._quiet).payload
+        return payload
+
+    @contextmanager
+    def bulk(self, payload: Payload) -> Iterator[Callable[[], int]]:
+        stop = threading.Event()
+        errors: list[BaseException] = []
+        left = 0
+
+        def flow() -> None:
+            nonlocal left
+            try:
+                while not stop.is_set():
+                    self._queue.publish("bulk", payload, timeout=self._quiet)
+                    left += 1
+            except BaseException as error:  # the outermost frame: raised below
+                errors.append(error)
+
+        thread = threading.Thread(target=flow, name="bench-bulk", daemon=True)
+        thread.start()
+        try:
+            yield lambda: left
+        finally:
+            stop.set()
+            thread.join(self._quiet)
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        self._queue.close(linger=self._peer.remaining())

@@ -1,0 +1,251 @@
+"""The timed loops: one of each kind, whatever carries the payloads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bench import payloads
+from bench.payloads import Payload
+from bench.peer import Metrics, Peer
+from bench.rows import percentiles
+from bench.wire import Wire
+
+_LARGE = 1_000_000  # bytes from which few messages are enough to warm up
+_MOST = 1_000_000
+
+
+@contextmanager
+def open_wire(peer: Peer, quiet: float | None = None) -> Iterator[Wire]:
+    """What the cell's transport is, as a wire; closed by all participants together.
+
+    Args:
+        quiet: Seconds without a message after which `recv` gives up; None: a third of
+            what the cell has.
+    """
+    wait = peer.remaining() / 3 if quiet is None else quiet
+    family = peer.cell.transport.partition(":")[0]
+    wire: Wire
+    if family == "raw":
+        from bench.raw import RawZmqWire
+
+        wire = RawZmqWire(peer, wait)
+    elif family == "limit":
+        from bench.limits import SocketWire
+
+        wire = SocketWire(peer, wait)
+    else:
+        from bench.wire import MqWire
+
+        wire = MqWire(peer, wait)
+    try:
+        yield wire
+        peer.meet()
+    finally:
+        wire.close()
+
+
+def latency(peer: Peer) -> Metrics | None:
+    """A tensor outwards, an empty answer from each spoke: milliseconds one way.
+
+    One way is the round trip less half the median round trip of an empty message, each
+    measured before one of the other: the time from the sender's call until the last
+    receiver holds a usable tensor.
+    """
+    if peer.cell.transport == "limit:memcpy":
+        from bench.limits import copy_memory
+
+        return copy_memory(peer)
+    nbytes = peer.cell.nbytes
+    payload = payloads.tensor(nbytes) if peer.rank == 0 else None
+    warm = 3 if nbytes >= _LARGE else 50
+    with open_wire(peer) as wire:
+        if peer.rank:
+            payloads.check(wire.recv(), "tensor", nbytes)
+            wire.send(None)
+            _answer(wire, 2 * warm)
+            _answer(wire, 2 * peer.meet()[0])
+            return None
+        _round_trips(wire, payload, peer.spokes, 1)
+        first = percentiles(_alternate(wire, payload, peer.spokes, warm)[1])["p50"]
+        count = min(10_000, max(5, int(peer.cell.budget * 1000 / first)))
+        empties, trips = _alternate(wire, payload, peer.spokes, peer.meet(count)[0])
+    empty = percentiles(empties)["p50"]
+    found = percentiles(trip - empty / 2 for trip in trips)
+    return {"value": found["p50"], "empty_round_trip": empty, **found}
+
+
+def _alternate(
+    wire: Wire, payload: Payload, spokes: int, count: int
+) -> tuple[list[float], list[float]]:
+    """Round trips of empty messages and of the payload, by turns."""
+    empties: list[float] = []
+    trips: list[float] = []
+    for _ in range(count):  # by turns: the machine drifts within a cell, too
+        empties += _round_trips(wire, None, spokes, 1)
+        trips += _round_trips(wire, payload, spokes, 1)
+    return empties, trips
+
+
+def _round_trips(wire: Wire, payload: Payload, spokes: int, count: int) -> list[float]:
+    samples = []
+    for _ in range(count):
+        start = time.perf_counter_ns()
+        wire.send(payload)
+        for _ in range(spokes):
+            wire.recv()
+        samples.append((time.perf_counter_ns() - start) / 1e6)
+    return samples
+
+
+def _answer(wire: Wire, count: int) -> None:
+    for _ in range(count):
+        payload = wire.recv()
+        wire.send(None)
+        del payload  # dropped at once, as by a receiver that has used it
+
+
+def rate(peer: Peer) -> Metrics | None:
+    """Small dictionaries outwards, as fast as they go: delivered per second."""
+    return _flow(peer, "message", sender=peer.rank == 0)
+
+
+def fanin(peer: Peer) -> Metrics | None:
+    """Dictionaries of tensors from every spoke to the hub: delivered per second."""
+    return _flow(peer, "batch", sender=peer.rank > 0)
+
+
+def stream(peer: Peer) -> Metrics | None:
+    """Tensors outwards, back to back: GB/s by the receiver's clock."""
+    if peer.cell.transport == "limit:memcpy":
+        from bench.limits import copy_memory
+
+        return copy_memory(peer)
+    found = _flow(peer, "tensor", sender=peer.rank == 0)
+    if found and "value" in found:
+        found["value"] *= peer.cell.nbytes / 1e9
+    return found
+
+
+def _flow(peer: Peer, kind: str, sender: bool) -> Metrics | None:
+    nbytes, budget = peer.cell.nbytes, peer.cell.budget
+    payload = payloads.make(kind, nbytes) if sender else None
+    senders = peer.spokes if kind == "batch" else 1
+    lossy = peer.cell.transport.endswith(":pubsub")
+    count, seconds, delivered, trial = (4 if nbytes >= _LARGE else 200), 0.0, 0, 0
+    with open_wire(peer, quiet=1.0 if lossy else None) as wire:
+        while True:
+            # Lengthened until it lasts: the trials before are its warm-up.
+            if sender:
+                _pour(wire, payload, count)
+                news = peer.meet()
+            else:
+                if not trial:
+                    payloads.check(wire.recv(), kind, nbytes)
+                seconds, delivered = _drain(wire, count * senders - (not trial))
+                news = peer.meet((seconds, delivered))
+            seconds, delivered = next(heard for heard in news if heard)
+            if trial and (seconds >= budget / 2 or count >= _MOST):
+                break
+            trial += 1
+            growth = 1.2 * budget / max(seconds, 1e-6)
+            count = min(_MOST, int(count * min(20.0, max(2.0, growth))))
+    if sender:
+        return None
+    lost = count * senders - delivered
+    value = (delivered - 1) / seconds
+    return {"value": value, "lost": float(lost), "sent": float(count * senders)}
+
+
+def _pour(wire: Wire, payload: Payload, count: int) -> None:
+    for _ in range(count):
+        wire.send(payload)
+
+
+def _drain(wire: Wire, expected: int) -> tuple[float, int]:
+    """Seconds from the first message to the last, and how many there were."""
+    wire.recv()
+    start = last = time.perf_counter_ns()
+    count = 1
+    try:
+        while count < expected:
+            wire.recv()
+            count += 1
+            last = time.perf_counter_ns()
+    except TimeoutError:  # the rest is lost, and will be reported so
+        pass
+    return max(last - start, 1) / 1e9, count
+
+
+def mixed(peer: Peer) -> Metrics | None:
+    """Small messages out and back while large ones flow: milliseconds one way.
+
+    One way is half the round trip. In ``mixed-busy`` the spoke computes in pure Python
+    in another thread.
+    """
+    bulk = payloads.tensor(peer.cell.nbytes) if peer.rank == 0 else None
+    with open_wire(peer) as wire:
+        if peer.rank == 0:
+            _round_trips(wire, bulk, 1, 1)
+            trips = _small_trips(peer, wire, bulk)
+            wire.send(None)
+            count, seconds = peer.meet()[1]
+        else:
+            payloads.check(wire.recv(), "tensor", peer.cell.nbytes)
+            wire.send(None)
+            busy = peer.cell.workload == "mixed-busy"
+            with _computing() if busy else _idle():
+                met = _serve(wire)
+            peer.meet(met)
+            return None
+    found = percentiles(trip / 2 for trip in trips)
+    flow = count * peer.cell.nbytes / seconds / 1e9
+    return {"value": found["p50"], **found, "bulk": count, "bulk_gb_per_s": flow}
+
+
+def _small_trips(peer: Peer, wire: Wire, bulk: Payload) -> list[float]:
+    small = payloads.message(64)
+    _round_trips(wire, small, 1, 50)
+    trips: list[float] = []
+    end = time.monotonic() + peer.cell.budget
+    with wire.bulk(bulk) as turn:
+        while turn() < 1 or len(trips) < 3 or time.monotonic() < end:
+            trips += _round_trips(wire, small, 1, 1)
+    return trips
+
+
+def _serve(wire: Wire) -> tuple[int, float]:
+    """Answer small messages, count large ones, until the empty one."""
+    count, start = 0, time.perf_counter_ns()
+    while (payload := wire.recv()) is not None:
+        if isinstance(payload, dict):
+            wire.send(None)
+        else:
+            count += 1
+        del payload
+    return count, (time.perf_counter_ns() - start) / 1e9
+
+
+@contextmanager
+def _idle() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    stop = threading.Event()
+
+    def compute() -> None:
+        total = 0
+        while not stop.is_set():
+            total = sum(range(1000)) - total
+
+    thread = threading.Thread(target=compute, name="bench-busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,169 @@
+"""The command `mq`: bench, transports, rendezvous."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from mq.errors import MQError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status.
+
+    Args:
+        arguments: In place of those of the process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["bench"]:  # has its own parser, loaded only here
+        return _bench(given[1:])
+    parser = _parser()
+    options = parser.parse_args(given)
+    try:
+        status: int = options.run(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (MQError, OSError, ValueError) as error:
+        print(f"mq: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mq", description="A message queue for programs that exchange tensors."
+    )
+    parser.add_argument("--version", action=_Version, help="print the version")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands.add_parser("bench", help="measure transports; see mq bench --help")
+    listing = commands.add_parser(
+        "transports",
+        help="every backend: usable or why not, reach, devices, guarantees",
+    )
+    listing.set_defaults(run=_transports)
+    serving = commands.add_parser(
+        "rendezvous", help="run the service that rendezvous=tcp://HOST:PORT needs"
+    )
+    serving.add_argument("address", type=_address, metavar="HOST:PORT")
+    serving.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="F",
+        help="what every member must prove to know (default: MQ_SECRET, or the file "
+        "named by MQ_SECRET_FILE); required unless HOST is loopback",
+    )
+    serving.set_defaults(run=_rendezvous)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from mq import __version__
+
+        print(f"mq {__version__}")
+        parser.exit()
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from bench.command import main as bench
+
+    return bench(arguments)
+
+
+def _transports(_: argparse.Namespace) -> int:
+    from mq import registry
+
+    rows = [("transport", "usable", "reach", "devices", "guarantees")]
+    for name in registry.names():
+        reason = registry.check(name)
+        try:
+            can = registry.capabilities(name)
+        except MQError:  # its library is missing: `reason` says so
+            rows.append((name, "no", "-", "-", "-"))
+        else:
+            rows.append(
+                (
+                    name,
+                    "no" if reason else "yes",
+                    can.reach,
+                    ",".join(sorted(can.devices)),
+                    _guarantees(
+                        can.separate_processes, can.survives_fork, can.encrypted
+                    ),
+                )
+            )
+        if reason:
+            rows.append(("", f"  {reason}", "", "", ""))
+    _print_aligned(rows)
+    return 0
+
+
+def _guarantees(processes: bool, fork: bool, encrypted: bool) -> str:
+    found = ["lossless", "ordered"]
+    found.append("between processes" if processes else "between threads only")
+    found.append("connects after fork" if fork else "no fork")
+    if encrypted:
+        found.append("encrypted")
+    return ", ".join(found)
+
+
+def _print_aligned(rows: Sequence[tuple[str, ...]]) -> None:
+    cells = [row for row in rows if row[0]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(rows[0]))]
+    for row in rows:
+        if row[0]:
+            pairs = zip(row, widths, strict=True)
+            print("  ".join(text.ljust(width) for text, width in pairs).rstrip())
+        else:  # a reason, under the transport that it is about
+            print(row[1])
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not HOST:PORT, such as 127.0.0.1:5555"
+        )
+    return host, int(port)
+
+
+def _secret(path: Path | None) -> bytes | None:
+    named = path or os.environ.get("MQ_SECRET_FILE")
+    if named:
+        secret = Path(named).read_bytes().strip()
+        if not secret:
+            raise ValueError(f"the secret file {named} is empty")
+        return secret
+    return os.environ.get("MQ_SECRET", "").encode() or None
+
+
+def _rendezvous(options: argparse.Namespace) -> int:
+    from mq.rendezvous.tcp import serve
+
+    host, port = options.address
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    service = serve(host, port, _secret(options.secret_file))
+    try:
+        print(f"mq rendezvous: serving on {service.address}", flush=True)
+        while not ended.wait(0.5):  # a bounded wait, so that signals are seen at once
+            pass
+    except KeyboardInterrupt:
+        pass
+    finally:
+        service.close()
+    return 0

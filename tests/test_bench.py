@@ -1,0 +1,331 @@
+"""The bench measures what it says, and nothing in a cell can hold it up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import payloads, plan, raw, report
+from bench.command import main, measure
+from bench.peer import Metrics, Peer, Unusable
+from bench.rows import Cell, Result, Usage, Writer, percentiles, read
+from bench.runner import run_cell
+
+BASELINES = ["raw:zmq:ipc", "raw:zmq:tcp", "limit:unix", "limit:tcp", "limit:memcpy"]
+RAW = ["raw:zmq:ipc", "raw:zmq:tcp"]
+OURS = ["inproc", "zmq:ipc", "zmq:tcp"]
+
+
+def measured(transport: str, workload: str, nbytes: int) -> dict[str, float]:
+    result = measure(Cell(transport, workload, nbytes, 0, budget=0.05, limit=60.0), {})
+    assert result.status == "ok", f"{result.reason}\n{result.detail}"
+    assert result.metrics["value"] > 0
+    assert all(used.peak_rss_bytes > 0 for used in result.processes)
+    return result.metrics
+
+
+@pytest.mark.parametrize("transport", [*BASELINES, *OURS])
+def test_latency_is_measured_on(transport: str) -> None:
+    """Every transport and baseline reports its percentiles from enough samples."""
+    metrics = measured(transport, "latency", 1250)
+    assert metrics["samples"] >= 5
+    assert metrics["p50"] <= metrics["p90"] <= metrics["p99"]
+
+
+@pytest.mark.parametrize("transport", [*RAW, *OURS])
+@pytest.mark.parametrize(
+    ("workload", "nbytes"), [("rate", 64), ("fanin", 2000), ("stream", 20_000)]
+)
+def test_nothing_is_lost_in(workload: str, nbytes: int, transport: str) -> None:
+    """What waits for its receiver delivers every message."""
+    assert measured(transport, workload, nbytes)["lost"] == 0
+
+
+@pytest.mark.parametrize("transport", [*RAW, *OURS])
+@pytest.mark.parametrize("workload", ["fanout", "mixed", "mixed-busy"])
+def test_a_tensor_and_its_answers_travel_in(workload: str, transport: str) -> None:
+    """Fan-out and mixed traffic run at their smallest sizes."""
+    metrics = measured(transport, workload, 200_000)
+    assert metrics["p50"] <= metrics["p99"]
+    if workload != "fanout":
+        assert metrics["bulk"] >= 1
+
+
+@pytest.mark.parametrize("transport", [f"{name}:pubsub" for name in RAW])
+def test_losses_of_publish_subscribe_are_counted(transport: str) -> None:
+    """The default of bare ZeroMQ may lose; what it lost is reported with the rate."""
+    metrics = measured(transport, "rate", 64)
+    assert 0 <= metrics["lost"] < metrics["sent"]
+
+
+@pytest.mark.parametrize("transport", OURS)
+def test_actors_and_a_learner_lose_nothing(transport: str) -> None:
+    """With gymnasium the cell runs without loss; without it the row says so."""
+    result = measure(Cell(transport, "actor-learner", 0, 0, 0.3, 60.0), {})
+    if importlib.util.find_spec("gymnasium") is None:
+        assert (result.status, "gymnasium" in result.reason) == ("skipped", True)
+    else:
+        assert result.status == "ok", f"{result.reason}\n{result.detail}"
+        assert result.metrics["lost"] == 0
+        assert result.metrics["weights_age_ms"] > 0
+
+
+@pytest.mark.parametrize("transport", ["mq", "raw"])
+@pytest.mark.parametrize("nbytes", [64, 20_000, 200_000])
+def test_the_codec_is_timed_apart(nbytes: int, transport: str) -> None:
+    """Encoding and decoding have a figure each, for every kind of payload."""
+    metrics = measured(transport, "codec", nbytes)
+    assert metrics["encode_us"] > 0
+    assert metrics["decode_us"] > 0
+
+
+def test_importing_is_timed() -> None:
+    """The import is measured in new interpreters, more than once."""
+    assert measured("mq", "import", 0)["samples"] >= 3
+
+
+def dies(peer: Peer) -> Metrics | None:
+    if peer.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    peer.meet()
+    return None
+
+
+def hangs(peer: Peer) -> Metrics | None:
+    if peer.rank == 1:
+        threading.Event().wait(120)
+    peer.meet()
+    return None
+
+
+def fails(peer: Peer) -> Metrics | None:
+    if peer.rank == 1:
+        raise RuntimeError("no such luck")
+    peer.meet()
+    return None
+
+
+def declines(peer: Peer) -> Metrics | None:
+    raise Unusable("not on this machine")
+
+
+def run_here(body: str, limit: float = 60.0, *, threads: bool = False) -> Result:
+    cell = Cell("raw:zmq:ipc", "latency", 0, 0, 0.05, limit)
+    return run_cell(cell, f"{__name__}:{body}", 2, threads=threads)
+
+
+def bench_children() -> list[str]:
+    names = [child.name for child in multiprocessing.active_children()]
+    return [name for name in names if name.startswith("bench-")]
+
+
+def test_a_killed_participant_fails_its_cell() -> None:
+    """The end of a process is noticed at once, and the others are ended."""
+    start = time.monotonic()
+    result = run_here("dies")
+    assert (result.status, result.reason) == ("failed", "rank 1 died of signal 9")
+    assert time.monotonic() - start < 50
+    assert not bench_children()
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_hanging_participant_is_killed(threads: bool) -> None:
+    """A cell beyond its limit is given up and leaves no process."""
+    result = run_here("hangs", 2.0, threads=threads)
+    assert result.status == "failed"
+    assert "hung" in result.reason or "in vain" in result.reason
+    assert not bench_children()
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_an_exception_fails_its_cell(threads: bool) -> None:
+    """The row names the rank and the error, and keeps the traceback."""
+    result = run_here("fails", threads=threads)
+    assert result.reason == "rank 1: RuntimeError: no such luck"
+    assert "in fails" in result.detail
+
+
+def test_a_cell_that_cannot_run_here_is_skipped_with_its_reason() -> None:
+    """What is missing is no failure."""
+    result = run_here("declines")
+    assert (result.status, result.reason) == ("skipped", "not on this machine")
+
+
+def test_an_unusable_transport_is_a_row() -> None:
+    """A transport that cannot work appears with its reason."""
+    result = measure(Cell("zmq:ipc", "latency", 1250), {"zmq:ipc": "no luck"})
+    assert (result.status, result.reason) == ("skipped", "no luck")
+
+
+def test_what_does_not_fit_into_memory_is_not_tried() -> None:
+    """A size that needs more memory than is free is skipped, in words."""
+    result = measure(Cell("raw:zmq:ipc", "latency", 1 << 40), {})
+    assert result.status == "skipped"
+    assert "needs about" in result.reason
+
+
+@pytest.mark.parametrize("kind", ["tensor", "message", "batch"])
+@pytest.mark.parametrize("nbytes", [64, 20_000, 600_000])
+def test_the_raw_codec_gives_back_what_it_was_given(kind: str, nbytes: int) -> None:
+    """Baselines carry the same payloads as the library."""
+    sent = payloads.make(kind, nbytes)
+    parts = [memoryview(bytearray(part)) for part in raw.encode(sent)]
+    payloads.check(raw.decode(parts), kind, nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [64, 65, 100, 300, 1000, 70_000])
+def test_a_message_has_the_size_it_is_named_by(nbytes: int) -> None:
+    """A dictionary of n bytes is n bytes of msgpack."""
+    assert len(raw.encode(payloads.message(nbytes))[0]) == nbytes
+
+
+def test_an_altered_payload_is_noticed() -> None:
+    """The check outside the timing sees a changed value and swapped blocks."""
+    changed = payloads.tensor(1_000_000)
+    changed[123_456] = -1
+    swapped = payloads.tensor(1_000_000)
+    swapped[: 1 << 16], swapped[1 << 16 : 1 << 17] = (
+        swapped[1 << 16 : 1 << 17].clone(),
+        swapped[: 1 << 16].clone(),
+    )
+    for altered in (changed, swapped, torch.zeros(5), None):
+        with pytest.raises(ValueError, match=r"altered|in place of"):
+            payloads.check(altered, "tensor", 1_000_000)
+
+
+def test_percentiles_are_by_nearest_rank() -> None:
+    """A percentile is one of the samples."""
+    found = percentiles(range(100))
+    assert (found["p50"], found["p90"], found["p99"]) == (50, 90, 99)
+    assert percentiles([7.0])["p99"] == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("1250", 1250), ("20KB", 20_000), ("1.25MB", 1_250_000), ("1MiB", 1 << 20)],
+)
+def test_sizes_are_read_in_decimal_and_binary_units(text: str, nbytes: int) -> None:
+    """Units are those of the published tables, or binary where written so."""
+    assert plan.parse_size(text) == nbytes
+
+
+def test_transports_of_a_round_are_measured_side_by_side() -> None:
+    """Ours, raw and the limit alternate, so that a drift of the machine hits all."""
+    found = list(plan.cells(["zmq:ipc"], ["latency"], [64], 2, 1.0, False))
+    names = [(cell.transport, cell.round) for cell in found]
+    once = ["zmq:ipc", "raw:zmq:ipc", "limit:unix"]
+    assert names == [(one, 0) for one in once] + [(one, 1) for one in once[::-1]]
+
+
+def row(transport: str, value: float, number: int = 0, **metrics: float) -> Result:
+    used = [Usage([0], 0.5, 10, 20), Usage([1], 0.5, 10, 3_000_010)]
+    cell = Cell(transport, "latency", 40_000_000, number)
+    found = {"value": value, "p50": value, **metrics}
+    return Result.of(cell, "ok", metrics=found, processes=used)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    path = tmp_path / "results.jsonl"
+    writer = Writer(path, {"command": "mq bench --quick", "cpu": "a fast one"})
+    for number, (ours, bare) in enumerate([(10.0, 20.0), (30.0, 20.0), (2.0, 20.0)]):
+        writer.add(row("zmq:tcp", ours, number))
+        writer.add(row("raw:zmq:tcp", bare, number))
+        writer.add(row("limit:tcp", 5.0, number))
+    gone = Cell("nng:tcp", "latency", 40_000_000)
+    writer.add(Result.of(gone, "skipped", "pynng is not installed"))
+    writer.close()
+    return path
+
+
+def test_rows_come_back_as_they_were_written(results: Path) -> None:
+    """The file of JSON lines holds everything that a report needs."""
+    facts, rows = read(results)
+    assert facts["cpu"] == "a fast one"
+    assert rows[1] == row("raw:zmq:tcp", 20.0)
+    assert rows[-1].reason == "pynng is not installed"
+
+
+def test_a_broken_file_of_results_is_refused_by_line(results: Path) -> None:
+    """Whoever edited the file by hand is told where it broke."""
+    results.write_text(results.read_text() + '{"record": "other"}\n')
+    with pytest.raises(ValueError, match=r"line 12: not a row"):
+        read(results)
+
+
+def test_ratios_are_medians_over_rounds(results: Path) -> None:
+    """Ours is divided by raw within each round, not by a median of all rounds."""
+    rows = {one.transport: one for one in report.gather(read(results)[1])}
+    assert rows["zmq:tcp"].value == 10
+    assert rows["zmq:tcp"].ratio(rows["raw:zmq:tcp"]) == 0.5
+    assert rows["zmq:tcp"].ratio(rows["nng:tcp"]) is None
+
+
+def test_the_report_compares_and_names_what_is_missing(results: Path) -> None:
+    """Ours, ratios, the published figure with its conditions, and every reason."""
+    text = report.markdown(results)
+    line = next(li for li in text.splitlines() if li.startswith("| 40 MB | zmq:tcp"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[2:3] + cells[3:7] == ["10.0", "20.0", "0.500", "5.00", "2.00"]
+    assert "173 nng-tcp" in line
+    assert "3.00" in cells  # MB that the receiver grew by
+    assert "200 Gbit/s InfiniBand" in text
+    assert "nng:tcp 40 MB: skipped: pynng is not installed" in text
+    assert "mq bench --quick" in text
+    assert "skipped: pynng is not installed" in report.terminal(results)
+
+
+def test_published_figures_are_of_the_sizes_measured() -> None:
+    """Every default size of the latency workload has published figures."""
+    figures, conditions = report.published()
+    assert set(plan.WORKLOADS["latency"].sizes) <= set(figures)
+    assert any("intra-node" in line for line in conditions)
+
+
+def test_the_command_measures_writes_and_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One call leaves rows of every round and a report, and prints the table."""
+    chosen = ["--transports", "raw:zmq:ipc,limit:unix", "--workloads", "latency"]
+    length = ["--sizes", "1250", "--rounds", "2", "--budget", "0.05"]
+    assert main([*chosen, *length, "--output", str(tmp_path)]) == 0
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert records[0]["record"] == "environment"
+    assert [one["status"] for one in records[1:]] == ["ok"] * 4
+    assert "raw:zmq:ipc" in (tmp_path / "report.md").read_text()
+    shown = capsys.readouterr()
+    assert "limit:unix" in shown.out
+    assert str(tmp_path / "report.md") in shown.out
+    assert "[4/4]" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--transports", "raw:nothing"], "no baseline 'raw:nothing'"),
+        (["--transports", "zmpq:ipc"], "zmq:ipc"),
+        (["--transports", ","], "no name given"),
+        (["--workloads", "latent"], "no workload 'latent'"),
+        (["--sizes", "12 parsecs"], "is no size"),
+        (["--rounds", "0"], "from 1 to 1000"),
+        (["--budget", "never"], "from 0.01 to 600"),
+    ],
+)
+def test_bad_arguments_are_refused_in_words(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong argument ends with status 2 and a sentence, not with a traceback."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

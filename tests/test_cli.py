@@ -1,0 +1,134 @@
+"""The command line says what it has to say, quickly and in sentences."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mq import registry
+from mq.cli import main
+
+HEAVY = ["torch", "numpy", "zmq", "pynng", "bench"]
+
+
+def mq(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mq", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_and_version_load_nothing_heavy(argument: str) -> None:
+    """Asking for help must not wait for torch."""
+    code = (
+        "import sys\n"
+        "from mq.cli import main\n"
+        f"try: main([{argument!r}])\n"
+        f"finally: print([m for m in {HEAVY!r} if m in sys.modules])\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_names_the_commands() -> None:
+    """The help of `mq` lists every command."""
+    shown = mq("--help")
+    assert shown.returncode == 0
+    for command in ("bench", "transports", "rendezvous"):
+        assert command in shown.stdout
+
+
+def test_bench_has_a_help_of_its_own() -> None:
+    """`mq bench --help` names options and workloads."""
+    shown = mq("bench", "--help")
+    assert shown.returncode == 0, shown.stderr
+    for word in ("--transports", "--sizes", "--quick", "actor-learner"):
+        assert word in shown.stdout
+
+
+def test_transports_lists_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each registered backend has a line, and its reason where it is unusable."""
+    assert main(["transports"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line.split()[0]: line for line in lines}
+    for name in registry.names():
+        reason = registry.check(name)
+        assert shown[name].split()[1] == ("no" if reason else "yes")
+        assert reason is None or any(reason in line for line in lines)
+    assert "process" in shown["inproc"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "COMMAND"),
+        (["bnech"], "bnech"),
+        (["rendezvous"], "HOST:PORT"),
+        (["rendezvous", "nowhere"], "is not HOST:PORT"),
+        (["rendezvous", "host:70000"], "is not HOST:PORT"),
+        (["bench", "--rounds", "none"], "from 1 to 1000"),
+    ],
+)
+def test_bad_arguments_end_with_status_2(arguments: list[str], said: str) -> None:
+    """A wrong argument is answered by a sentence, never by a traceback."""
+    shown = mq(*arguments)
+    assert shown.returncode == 2
+    assert said in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_a_missing_secret_file_is_named(tmp_path: Path) -> None:
+    """A file that cannot be read ends the command with its name."""
+    missing = str(tmp_path / "missing")
+    shown = mq("rendezvous", "127.0.0.1:0", "--secret-file", missing)
+    assert shown.returncode == 1
+    assert missing in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_a_taken_address_is_named() -> None:
+    """Where another program listens, the service says so and ends."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        shown = mq("rendezvous", f"127.0.0.1:{port}")
+    assert shown.returncode == 1
+    assert str(port) in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_rendezvous_serves_until_it_is_told_to_stop(ending: signal.Signals) -> None:
+    """It says where it serves, accepts connections, and ends cleanly on a signal."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "mq", "rendezvous", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert select.select([process.stdout], [], [], 30)[0]
+            line = process.stdout.readline()
+            host, _, port = line.split()[-1].removeprefix("tcp://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
+            start = time.monotonic()
+            process.send_signal(ending)
+            assert process.wait(timeout=20) == 0
+            assert time.monotonic() - start < 10
+        finally:
+            process.kill()
