@@ -39,7 +39,7 @@ class Entry:
 _TABLE: Final[dict[str, Entry]] = {
     "inproc": Entry("transports.inproc:InprocLink"),
     "zmq": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("ipc", "tcp")}),
-    "zmq:ipc": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("ipc",)}),
+    "zmq:ipc": Entry("transports.zmq:ZmqIpcLink", "pyzmq", {"wires": ("ipc",)}),
     "zmq:tcp": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("tcp",)}),
 }
 

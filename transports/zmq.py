@@ -348,6 +348,12 @@ def _split(address: str) -> tuple[str, int]:
     return parts
 
 
+class ZmqIpcLink(ZmqLink):
+    """`ZmqLink` over unix sockets alone, which reach no other host."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(reach="host")
+
+
 def _inode(fd: int) -> int:
     """Tells whether a descriptor still is the socket that it was; 0: it is closed."""
     try:
