@@ -195,7 +195,9 @@ class Link(ABC):
         """What happened since the last call, without waiting.
 
         READABLE is reported as long as a message can be received from that connection,
-        so the mesh may stop in the middle and come back.
+        so the mesh may stop in the middle and come back. It calls `poll` after every
+        use of the link before a thread sleeps, so that no descriptor need signal what
+        such a use has taken in.
         """
 
     @abstractmethod

@@ -294,7 +294,7 @@ def _resources() -> tuple[int, int, list[str]]:
 
 
 def wakes_a_waiting_thread(make: MakeLink, rounds: int = 2000) -> None:
-    """A thread in `Poller.wait` sees what arrives while another thread sends."""
+    """Nothing is missed while one thread waits, if `poll` follows what others send."""
     poller = Poller()
     done = threading.Event()
     with World(make, 1) as world:
@@ -303,10 +303,12 @@ def wakes_a_waiting_thread(make: MakeLink, rounds: int = 2000) -> None:
         def answer() -> None:
             while not done.is_set():
                 echo.pump()
-                for conn, messages in echo.received.items():
-                    while messages:
-                        conn.try_send(messages.pop(0)[0])
-                poller.wait(PATIENCE)
+                waiting = [(c, m) for c, ms in echo.received.items() for m in ms]
+                echo.received.clear()
+                for conn, message in waiting:
+                    conn.try_send(message[0])
+                if not waiting:
+                    poller.wait(PATIENCE)
             echo.link.close()
 
         answering = threading.Thread(target=answer)
@@ -336,6 +338,8 @@ def _exchange(world: World, asker: Member, conn: Conn, rounds: int) -> None:
                 return
             with lock:
                 conn.try_send(index.to_bytes(4, "big"))
+                asker.pump()
+            world.poller.wake()
 
     asking = threading.Thread(target=ask)
     asking.start()

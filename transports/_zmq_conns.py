@@ -264,9 +264,7 @@ class Dialled(ZmqConn):
 
     def _settle(self, refused: bool) -> None:
         self._refused = refused
-        events = self.port.events()
-        if events & IN or (refused and events & OUT):
-            self.port.link.keep(self.port)
+        self.port.link.keep(self.port)
 
     def receive(self) -> tuple[bytes, int] | None:
         self.port.link.keep(self.port)

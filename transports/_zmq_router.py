@@ -35,8 +35,7 @@ class Accepted(ZmqConn):
     def _settle(self, refused: bool) -> None:
         if refused:
             self._router.refused[self] = None
-        if self._router.refused or self.port.events() & IN:
-            self.port.link.keep(self.port)
+        self.port.link.keep(self.port)
 
     def receive(self) -> tuple[bytes, int] | None:
         self.port.link.keep(self.port)

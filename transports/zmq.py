@@ -1,9 +1,8 @@
 """ZeroMQ between processes and hosts: one ROUTER listens, one DEALER per dial.
 
 **Readiness.** A ZeroMQ descriptor signals changes, once, and any call into the engine
-may use the signal up. So every call is followed by a look at the socket's events before
-the link returns, and a socket that has something left to report is kept in
-`ZmqLink.busy`; the descriptors are asked only about the rest.
+may use the signal up. So every socket that was used is in `ZmqLink.busy`, where the
+next `poll` looks for what it has to report; the descriptors tell of the rest.
 
 **Breaks** are reported by monitors, all of which feed one socket. ZeroMQ must never
 reconnect by itself, which would continue a stream with a gap; without a reconnect
@@ -114,7 +113,6 @@ class ZmqLink(Link):
         self._ports: dict[int, Port] = {}
         self._files: list[str] = []
         self._directory = ""
-        self._polling = False
         self._open = False
 
     def open(
@@ -184,11 +182,9 @@ class ZmqLink(Link):
             self._poller.unregister(port.fd)
 
     def keep(self, port: Port) -> None:
-        """Have `poll` look at a port whose descriptor will not signal again."""
+        """Have the next `poll` look at a port that may not signal again."""
         if self._ports.get(port.fd) is port:
             self.busy[port] = None
-            if not self._polling:
-                self._poller.wake()
 
     def _listen(self, address: str, directory: str | None) -> str:
         sock = self._router.port.socket
@@ -282,19 +278,13 @@ class ZmqLink(Link):
         signalled = self._epoll.poll(0, 64) if self._open else []
         if not signalled and not self.busy:
             return
-        self._polling = True
-        try:
-            for fd, _ in signalled:
-                self._ports[fd].signalled()
-            if self._monitor in self.busy:
-                self.watch()
-            for port in list(self.busy):
-                if port in self.busy:
-                    yield from port.report()
-        finally:
-            self._polling = False
-            if self.busy:
-                self._poller.wake()
+        for fd, _ in signalled:
+            self._ports[fd].signalled()
+        if self._monitor in self.busy:
+            self.watch()
+        for port in list(self.busy):
+            if port in self.busy:
+                yield from port.report()
 
     def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
         usable = [

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS: Final = 0.02
 """How long the lead stays free for the next call before the keeper takes it."""
+CALM_SECONDS: Final = 0.25
+"""After so long in one wait of a leader, the keeper sleeps until the wait ends."""
 STALE_SECONDS: Final = 0.005
 """`recv` polls at least this often, even while its inbox is full."""
 COMPLAIN_SECONDS: Final = 5.0
@@ -61,6 +63,8 @@ class Driver:
         self._followers = 0
         self._leader: int | None = None
         self._asleep_until = 0.0
+        self._asleep_since = 0.0
+        self._hurry = False
         self._led_at = 0.0
         self._polled_at = 0.0
         self._doze = threading.Condition(self.lock)
@@ -93,12 +97,12 @@ class Driver:
 
     # -- the lead ----------
 
-    def _poll(self, flush: bool = False) -> None:
+    def _poll(self, flush: bool = False, until_message: bool = False) -> None:
         """Let the mesh work; the lock is held."""
         ready, self._ready = self._ready, []
         mesh = self.mesh
         try:
-            mesh.poll(ready, flush=flush)
+            mesh.poll(ready, flush=flush, until_message=until_message)
         except BaseException:
             mesh.recover()
             raise
@@ -138,6 +142,7 @@ class Driver:
 
     def _wait_for_events(self, until: float, now: float, me: int) -> None:
         self._asleep_until = until
+        self._asleep_since = now
         ready: list[int] = []
         self.lock.release()
         try:
@@ -160,18 +165,25 @@ class Driver:
                 self._changes.notify_all()
             if self._dozing_long or self._listeners:
                 self._doze.notify_all()
+        elif self.mesh.next_deadline() < self._asleep_until:
+            self.poller.wake()  # what this call left unfinished is the leader's
 
     def _keep(self) -> None:
         with self.lock:
             while not self._stop:
                 self._run_upkeep()
+                now = time.monotonic()
                 if self._leader is not None and self._leader != _KEEPER:
-                    self._doze_for(min(1.0, self.upkeep_seconds), long=True)
+                    # Short naps while calls come and go: then nobody has to wake us.
+                    calm = now - self._asleep_since > CALM_SECONDS
+                    nap = min(1.0, self.upkeep_seconds) if calm else IDLE_SECONDS
+                    self._doze_for(nap, long=calm)
                     continue
-                idle = time.monotonic() - self._led_at
-                if idle < IDLE_SECONDS and not self._listeners:
+                idle = now - self._led_at
+                if idle < IDLE_SECONDS and not (self._listeners or self._hurry):
                     self._doze_for(IDLE_SECONDS - idle, long=False)
                     continue
+                self._hurry = False
                 self._leader = _KEEPER
                 try:
                     self._poll()
@@ -321,7 +333,7 @@ class Driver:
         try:
             flush = True
             while True:
-                self._poll(flush)
+                self._poll(flush, until_message=True)
                 if self.closing or self.mesh.replaced:
                     self._refuse()
                 item = self._subscriber.take()
@@ -383,13 +395,12 @@ class Driver:
             message: Outgoing | None = None
             try:
                 message = publisher.publish(topic, frames, time.time(), retain)
-                sent = False
                 pumped = False
                 for feed in topic.feeds:
                     session = feed.session
                     if urgent or not session.holds_batch():
                         pumped = True
-                        sent |= session.pump(time.monotonic(), urgent)
+                        session.pump(time.monotonic(), urgent)
             except BaseException:
                 self.mesh.recover()
                 if message is not None:
@@ -398,21 +409,19 @@ class Driver:
             if message.data is None:
                 self._stream(message, topic, stream)
             if pumped:
-                self._after_publish(topic, sent)
+                self._after_publish(topic)
         return True
 
-    def _after_publish(self, topic: Topic, sent: bool) -> None:
-        if self._leader is None and not self._dozing_long:
-            return
-        if sent:
+    def _after_publish(self, topic: Topic) -> None:
+        if self._leader is not None:
             self._nudge()
             return
         for feed in topic.feeds:
             batch_at = feed.session.batch_at
-            if batch_at is not None and (
-                self._leader is None or batch_at < self._asleep_until
-            ):
-                self._nudge()
+            if batch_at is not None:
+                # Nobody would send it in time, unless the keeper leads at once.
+                self._hurry = True
+                self._doze.notify_all()
                 return
 
     def _release(self, message: Outgoing, topic: Topic) -> None:

@@ -85,7 +85,13 @@ class Mesh:
 
     # -- the loop ----------
 
-    def poll(self, ready: Iterable[int] = (), *, flush: bool = False) -> None:
+    def poll(
+        self,
+        ready: Iterable[int] = (),
+        *,
+        flush: bool = False,
+        until_message: bool = False,
+    ) -> None:
         """Handle what the links have, and whatever is due; send what can be sent.
 
         Sending may take in what was about to be reported, so it is followed by another
@@ -95,6 +101,8 @@ class Mesh:
         Args:
             ready: Descriptors that the poller found readable, for process watches.
             flush: Send batches that wait for more messages, and answers, at once.
+            until_message: Return as soon as there is something to `take`; the rest is
+                left to the next call, which `next_deadline` then asks for at once.
         """
         self._polling = True
         for fd in ready:
@@ -106,6 +114,10 @@ class Mesh:
             for link in self.links:
                 for event in link.poll():
                     self._handle(event)
+                    if until_message and self.subscriber.inbox.fifo:
+                        self._unfinished = True
+                        self._polling = False
+                        return
             now = self.clock()
             if now >= self._next_tick:
                 self._tick(now)

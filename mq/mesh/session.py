@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.mesh import wire
+from mq.mesh.frame import Frame
 from mq.mesh.handshake import Greeting
 from mq.mesh.outgoing import Feed, Outgoing, Take
 from mq.mesh.wire import Malformed
@@ -31,46 +32,6 @@ ANSWER_SECONDS: Final = 0.001
 """Seconds after which RECEIVED, or a batch that waits for more, is sent."""
 CHUNKS_PER_ANSWER: Final = 4
 _pack_record = wire.RECORD.pack
-
-
-class Frame:
-    """A numbered frame that the peer has not received yet.
-
-    Attributes:
-        parts: What follows the header in the head.
-        completes: Subscriptions and the last message of each that this frame completes.
-        message, chunk: The large message and the index of its chunk that is the body.
-    """
-
-    __slots__ = (
-        "chunk",
-        "completes",
-        "flags",
-        "kind",
-        "message",
-        "number",
-        "parts",
-        "sent_before",
-    )
-
-    def __init__(
-        self,
-        kind: int,
-        number: int,
-        parts: list[bytes],
-        flags: int = 0,
-        completes: list[tuple[Feed, int]] | None = None,
-        message: Outgoing | None = None,
-        chunk: int = 0,
-    ) -> None:
-        self.kind = kind
-        self.number = number
-        self.parts = parts
-        self.flags = flags
-        self.completes = completes
-        self.message = message
-        self.chunk = chunk
-        self.sent_before = False
 
 
 class Fate(NamedTuple):

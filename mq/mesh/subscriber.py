@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
-from mq.mesh.incoming import Arrivals, Entry, Inbox, Source, Subscription, Take
+from mq.mesh.inbox import Inbox
+from mq.mesh.incoming import Arrivals, Entry, Source, Subscription, Take
 from mq.mesh.wire import Chunk, Malformed, Subscribed
 from mq.stats import TopicStats
 

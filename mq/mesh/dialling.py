@@ -1,0 +1,145 @@
+"""Dials under way: where to, when again, and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mq.mesh.dial import ATTEMPT_SECONDS, Dial, Greeter
+
+if TYPE_CHECKING:
+    from mq.mesh.mesh import Mesh
+    from mq.mesh.session import Session
+    from mq.transport import Conn, Link
+
+
+class Dialling:
+    """The dialler's half of `Greetings`; connections greet once they are open."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._greeters: dict[Conn, Greeter] = {}
+        self.dials: list[Dial] = []
+
+    def routes(
+        self, addresses: Sequence[str], same_host: bool
+    ) -> list[tuple[Link, str]]:
+        """How a peer with these addresses can be reached, best first."""
+        return [
+            (link, address)
+            for link in self._mesh.links
+            for address in link.rank(addresses, same_host)
+        ]
+
+    def start(self, dial: Dial) -> Dial:
+        """Begin to dial; progress is in the attributes of `dial`."""
+        self.dials.append(dial)
+        self._attempt(dial, self._mesh.clock())
+        return dial
+
+    def redial(self, session: Session) -> None:
+        """Resume a session that this side dialled, from the next `poll` on."""
+        if self._mesh.leaving and not session.frames:
+            return
+        if any(dial.session is session and not dial.done for dial in self.dials):
+            return
+        self.dials.append(
+            Dial(
+                self._session_routes(session),
+                incarnation=session.peer.incarnation,
+                name=session.name,
+                session=session,
+                max_delay=0.25,
+            )
+        )
+
+    def dial_estranged(self, session: Session) -> None:
+        """Reach a peer again that was forgotten, from the next `poll` on."""
+        if self._mesh.leaving or not (session.dialled or self._mesh.config.dial_back):
+            return
+        timeout = session.timeout or 10.0
+        self.dials.append(
+            Dial(
+                self._session_routes(session),
+                incarnation=session.peer.incarnation,
+                name=session.name,
+                returning=True,
+                max_delay=2.0,
+                until=self._mesh.clock() + max(60.0, 30 * timeout),
+            )
+        )
+
+    def _session_routes(self, session: Session) -> list[tuple[Link, str]]:
+        same_host = session.peer.process.boot_id == self._mesh.config.process.boot_id
+        routes = self.routes(session.peer.addresses, same_host)
+        if session.dialled:
+            # The address that worked may be forwarded, unknown to the peer itself.
+            first = self.routes([session.dialled], same_host)
+            routes = first + [route for route in routes if route not in first]
+            if not self._mesh.config.dial_back:
+                routes = first
+        return routes
+
+    def _attempt(self, dial: Dial, now: float) -> None:
+        if dial.done:
+            return
+        if dial.session is not None and not dial.session.alive:
+            dial.done = True
+            return
+        known = self._mesh.sessions.get(dial.incarnation)
+        if known is not None and dial.session is None and not dial.probe:
+            dial.done = True
+            return
+        link, address = dial.next_route()
+        try:
+            conn = link.dial(address)
+        except (OSError, ValueError) as error:
+            dial.failed(f"{address}: {error}", now)
+            return
+        greeter = Greeter(self._mesh.config.secret, dial, now + ATTEMPT_SECONDS)
+        self._greeters[conn] = greeter
+        dial.conn = conn
+
+    def cancel(self, dial: Dial) -> None:
+        """Stop dialling."""
+        dial.done = True
+        if dial.conn is not None:
+            self._close(dial.conn)
+            dial.conn = None
+
+    def cancel_redial(self, session: Session) -> None:
+        """The session is gone: what an attempt under way may resume must not begin."""
+        for dial in self.dials:
+            if dial.session is session:
+                self.cancel(dial)
+
+    def _cancel_dials(self, incarnation: str) -> None:
+        for dial in self.dials:
+            if dial.incarnation == incarnation and not dial.probe:
+                self.cancel(dial)
+
+    def _fail(self, conn: Conn, greeter: Greeter, reason: str) -> None:
+        self._close(conn)
+        dial = greeter.dial
+        if dial is not None and dial.conn is conn:
+            dial.failed(reason, self._mesh.clock())
+            self._mesh.changed += 1
+
+    def _close(self, conn: Conn) -> None:
+        if self._greeters.pop(conn, None) is not None:
+            conn.close()
+
+    def next_deadline(self, limit: float) -> float:
+        """When a dial is due, if that is before `limit`."""
+        for dial in self.dials:
+            if not dial.done and dial.conn is None and dial.next_at < limit:
+                limit = dial.next_at
+        return limit
+
+    def attempt_due(self, now: float) -> None:
+        """Begin the attempts that are due."""
+        for dial in list(self.dials):
+            if dial.done:
+                self.dials.remove(dial)
+            elif dial.conn is None and now >= dial.next_at:
+                self._attempt(dial, now)
