@@ -314,6 +314,8 @@ class Session:
             for _ in range(n):
                 feed.queue.popleft()
             feed.on_wire = feed.keep is not None
+            if feed.head() is None:
+                busy.remove(feed)
         self.batches_unanswered += 1
         self.waiting_messages = max(0, self.waiting_messages - count)
         self.waiting_bytes = max(0, self.waiting_bytes - size)
