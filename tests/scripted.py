@@ -1,0 +1,310 @@
+"""A network in memory under total control of a test, and members that use it.
+
+Nothing moves by itself: `ScriptedNet` keeps every message in flight until the test
+delivers it, loses it, or breaks its connection, and time is a number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+from mq.mesh import wire
+from mq.mesh.poller import Poller
+from mq.transport import Capabilities, Conn, Event, Link, What
+
+Parcel = tuple[bytes, bytes]
+"""Head and body of a message."""
+
+
+class ScriptedConn(Conn):
+    """One end of a connection.
+
+    Attributes:
+        other: The opposite end; None for a dial that never connects.
+        flight: What this end has sent and the test has not delivered yet.
+        arrived: What was delivered to this end and not yet received.
+        broken: Nothing sent from here ever arrives.
+        lost_due: LOST is to be reported here once `other.flight` is delivered.
+        lost_held: LOST is kept back until the test says otherwise.
+    """
+
+    def __init__(self, link: ScriptedLink, address: str) -> None:
+        self.link = link
+        self.address = address
+        self.other: ScriptedConn | None = None
+        self.flight: deque[Parcel] = deque()
+        self.arrived: deque[Parcel] = deque()
+        self.broken = self.closed = False
+        self.lost_due = self.lost_held = False
+        self._refused = False
+        self._body: bytes | None = None
+        self._pieces = 0
+
+    def _is_full(self) -> bool:
+        waiting = len(self.other.arrived) if self.other is not None else 0
+        return len(self.flight) + waiting >= self.link.capacity
+
+    def try_send(
+        self, head: bytes | bytearray | memoryview, body: memoryview | None = None
+    ) -> bool:
+        assert not self.closed, "sent on a connection that was closed"
+        if self.broken:
+            return True
+        if self._is_full():
+            self._refused = True
+            return False
+        self.flight.append((bytes(head), b"" if body is None else bytes(body)))
+        return True
+
+    def report_writable(self) -> None:
+        """Report WRITABLE, if something was refused that fits now."""
+        if self._refused and not self._is_full() and not self.closed:
+            self._refused = False
+            self.link.report(What.WRITABLE, self)
+
+    def receive(self) -> tuple[bytes, int] | None:
+        assert self._body is None, "received past a body"
+        if self.closed or not self.arrived:
+            return None
+        head, body = self.arrived.popleft()
+        if body:
+            self._body = body
+            self._pieces = self.link.pieces
+        if self.other is not None:
+            self.other.report_writable()
+        return head, len(body)
+
+    def receive_body(self, into: memoryview) -> bool:
+        body = self._body
+        assert body is not None, "asked for a body that was not announced"
+        assert len(into) == len(body), "body and its place differ in size"
+        self._pieces -= 1
+        if self._pieces > 0:
+            into[:1] = body[:1]
+            return False
+        into[:] = body
+        self._body = None
+        return True
+
+    def discard_body(self) -> None:
+        assert self._body is not None, "discarded a body that was not announced"
+        self._body = None
+
+    def is_readable(self) -> bool:
+        """Whether `receive` or `receive_body` has something."""
+        return not self.closed and (bool(self.arrived) or self._body is not None)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.arrived.clear()
+        self.link.conns.pop(self, None)
+        if self.other is not None and not self.broken:
+            self.broken = self.other.broken = True
+            self.other.flight.clear()
+            self.other.lost_due = True
+
+
+class ScriptedLink(Link):
+    """One member's access to the net.
+
+    Attributes:
+        capacity: Messages that a connection takes before `try_send` refuses.
+        pieces: In how many pieces each body arrives.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(reach="process")
+
+    def __init__(self, net: ScriptedNet, address: str, *, chunk_bytes: int) -> None:
+        self.net = net
+        self.address = address
+        self.chunk_bytes = chunk_bytes
+        self.capacity = 1000
+        self.pieces = 1
+        self.conns: dict[ScriptedConn, None] = {}
+        self._events: deque[Event] = deque()
+
+    def open(
+        self, poller: Poller, listen: Sequence[str], directory: str | None
+    ) -> list[str]:
+        self.net.links[self.address] = self
+        return [self.address]
+
+    def dial(self, address: str) -> Conn:
+        return self.net.dial(self, address)
+
+    def rank(self, addresses: Sequence[str], same_host: bool) -> list[str]:
+        return [a for a in addresses if a.startswith("script://")]
+
+    def report(self, what: What, conn: ScriptedConn, reason: str = "") -> None:
+        """Have the next `poll` report this."""
+        self._events.append(Event(what, conn, reason))
+
+    def has_news(self) -> bool:
+        """Whether `poll` would report anything."""
+        return bool(self._events) or any(conn.is_readable() for conn in self.conns)
+
+    def poll(self) -> Iterator[Event]:
+        losses = [e for e in self._events if e.what is What.LOST]
+        events = [e for e in self._events if e.what is not What.LOST]
+        self._events.clear()
+        for event in events:
+            if not event.conn.closed:  # type: ignore[attr-defined]
+                yield event
+        for conn in list(self.conns):
+            if conn.is_readable():
+                yield Event(What.READABLE, conn)
+        for event in losses:
+            if not event.conn.closed:  # type: ignore[attr-defined]
+                yield event
+
+    def is_routable(self, address: str) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.net.links.pop(self.address, None)
+        for conn in list(self.conns):
+            conn.close()
+
+    def abandon(self) -> None:
+        raise AssertionError("nobody forks here")
+
+
+class ScriptedNet:
+    """All connections.
+
+    Attributes:
+        links: Who listens, by address.
+        separated: Pairs of addresses between which nothing moves and dials hang.
+        on_dial: Asked for each dial: "open", "hang", "fail" or "error".
+        tampers: Called with each message before it arrives; returns what arrives.
+    """
+
+    def __init__(self) -> None:
+        self.links: dict[str, ScriptedLink] = {}
+        self.conns: list[ScriptedConn] = []
+        self.separated: set[frozenset[str]] = set()
+        self.on_dial: Callable[[str, str], str] = lambda source, target: "open"
+        self.tamper: Callable[[ScriptedConn, Parcel], Parcel] = lambda conn, parcel: (
+            parcel
+        )
+        self.watcher: Callable[[ScriptedConn, Parcel], None] = lambda conn, parcel: None
+        self._serial = itertools.count(1)
+
+    def dial(self, link: ScriptedLink, address: str) -> ScriptedConn:
+        """Begin to connect, as the script says."""
+        manner = self.on_dial(link.address, address)
+        if manner == "error":
+            raise OSError("the script refuses to dial")
+        near = ScriptedConn(link, address)
+        link.conns[near] = None
+        target = self.links.get(address)
+        if manner == "fail" or target is None:
+            near.broken = True
+            link.report(What.LOST, near, "connection refused")
+        elif manner == "open" and not self.is_separated(link.address, address):
+            far = ScriptedConn(target, f"{link.address}?{next(self._serial)}")
+            target.conns[far] = None
+            near.other, far.other = far, near
+            self.conns += [near, far]
+            link.report(What.OPENED, near)
+            target.report(What.ACCEPTED, far)
+        return near
+
+    def is_separated(self, one: str, other: str) -> bool:
+        """Whether nothing moves between two addresses."""
+        return frozenset((one, other)) in self.separated
+
+    def between(self, one: ScriptedLink, other: ScriptedLink) -> list[ScriptedConn]:
+        """Ends at `one` of the connections with `other` that still work."""
+        return [
+            conn
+            for conn in self.conns
+            if conn.link is one
+            and conn.other is not None
+            and conn.other.link is other
+            and not conn.broken
+        ]
+
+    # -- what may happen next ----------
+
+    def steps(self) -> list[ScriptedConn]:
+        """Ends that have something to deliver, or whose other end waits for LOST."""
+        self.conns = [c for c in self.conns if c.flight or not self._is_over(c)]
+        return [conn for conn in self.conns if self._can_step(conn)]
+
+    @staticmethod
+    def _is_over(conn: ScriptedConn) -> bool:
+        other = conn.other
+        assert other is not None
+        return conn.broken and (other.closed or not other.lost_due)
+
+    def _can_step(self, conn: ScriptedConn) -> bool:
+        other = conn.other
+        assert other is not None
+        if not conn.flight and (not other.lost_due or other.lost_held):
+            return False
+        return not self.is_separated(conn.link.address, other.link.address)
+
+    def deliver(self, conn: ScriptedConn) -> None:
+        """The next message that `conn` sent arrives, or the news that it is broken."""
+        other = conn.other
+        assert other is not None
+        if not conn.flight:
+            other.lost_due = False
+            if not other.closed:
+                other.link.report(What.LOST, other, "the script broke it")
+            return
+        parcel = self.tamper(conn, conn.flight.popleft())
+        if not other.closed:
+            self.watcher(other, parcel)
+            other.arrived.append(parcel)
+        conn.report_writable()
+
+    def deliver_all(self) -> bool:
+        """Deliver everything; whether there was anything."""
+        moved = False
+        while steps := self.steps():
+            moved = True
+            for conn in steps:
+                if self._can_step(conn):
+                    self.deliver(conn)
+        return moved
+
+    def cut(
+        self,
+        conn: ScriptedConn,
+        lose: tuple[int, int] = (0, 0),
+        hold: tuple[bool, bool] = (False, False),
+    ) -> None:
+        """Break a connection.
+
+        Args:
+            lose: How many of the last undelivered messages, sent by this end and by
+                the other one, never arrive.
+            hold: Whether LOST is kept back from this end and from the other one.
+        """
+        other = conn.other
+        assert other is not None
+        for end, count, held in ((conn, lose[0], hold[0]), (other, lose[1], hold[1])):
+            for _ in range(min(count, len(end.flight))):
+                end.flight.pop()
+            end.broken = True
+            end.lost_due = True
+            end.lost_held = held
+
+    def hold_back(self) -> list[ScriptedConn]:
+        """Ends from which LOST is kept back."""
+        return [c for c in self.conns if c.lost_due and c.lost_held and not c.closed]
+
+
+def numbered(parcel: Parcel) -> int:
+    """The number of a session's frame; 0 for any other message."""
+    head = parcel[0]
+    if len(head) < wire.HEADER_BYTES or not wire.DATA <= head[0] <= wire.WAITING:
+        return 0
+    return int(wire.HEADER.unpack_from(head)[3])

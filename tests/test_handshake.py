@@ -1,0 +1,256 @@
+"""The handshake proves the secret both ways, and nothing gets past it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import Parcel, ScriptedConn
+from world import World
+
+from mq.mesh import handshake as hs
+from mq.mesh import wire
+from mq.mesh.handshake import Greeting, Handshake, Refusal, VersionMismatch
+from mq.mesh.wire import Malformed
+
+GREETING = World().config("someone").greeting()
+Frames = tuple[bytes, bytes, bytes, bytes]
+
+SETTINGS = settings(deadline=None, max_examples=300)
+
+
+def pair(secret: bytes = b"s", other: bytes = b"s") -> tuple[Handshake, Handshake]:
+    """A dialler and a listener."""
+    return Handshake(secret, dialler=True), Handshake(other, dialler=False)
+
+
+def exchange(dialler: Handshake, listener: Handshake) -> Frames:
+    """All four frames of an exchange in which all goes well."""
+    hello = dialler.hello()
+    challenge = listener.challenge(hello)
+    assert dialler.check_challenge(challenge)
+    greeting = dialler.seal(wire.GREETING, GREETING)
+    assert listener.greeting(greeting) == GREETING
+    welcome = listener.seal(wire.WELCOME, GREETING)
+    assert dialler.greeting(welcome) == GREETING
+    return hello, challenge, greeting, welcome
+
+
+def mutate(frame: bytes, at: int, flip: int) -> bytes:
+    """The frame with one byte changed."""
+    at %= len(frame)
+    return frame[:at] + bytes([frame[at] ^ flip]) + frame[at + 1 :]
+
+
+def test_both_sides_prove_the_secret() -> None:
+    """After the exchange each knows that the other knows it."""
+    dialler, listener = pair()
+    exchange(dialler, listener)
+    assert dialler.proven
+    assert listener.proven
+
+
+def test_no_secret_works_the_same() -> None:
+    """An empty secret is a secret that everybody knows."""
+    exchange(*pair(b"", b""))
+
+
+@pytest.mark.parametrize("mine", [b"", b"other"])
+def test_a_wrong_secret_proves_nothing(mine: bytes) -> None:
+    """Neither side is taken in, and the content is not looked at."""
+    dialler, listener = pair(mine, b"s")
+    challenge = listener.challenge(dialler.hello())
+    assert not dialler.check_challenge(challenge)
+    assert listener.greeting(dialler.seal(wire.GREETING, GREETING)) is None
+    assert dialler.greeting(listener.seal(wire.WELCOME, GREETING)) is None
+    assert not dialler.proven
+    assert not listener.proven
+
+
+def test_a_proof_cannot_be_played_back_to_another_connection() -> None:
+    """Frames recorded on one connection are worth nothing on the next."""
+    _, challenge, greeting, welcome = exchange(*pair())
+    dialler, listener = pair()
+    assert not dialler.check_challenge(challenge)
+    listener.challenge(dialler.hello())
+    assert listener.greeting(greeting) is None
+    assert dialler.greeting(welcome) is None
+
+
+def test_a_proof_cannot_be_reflected() -> None:
+    """What a side sent, or its peer's other frame, does not pass as an answer."""
+    dialler, listener = pair()
+    challenge = listener.challenge(dialler.hello())
+    assert dialler.check_challenge(challenge)
+    greeting = dialler.seal(wire.GREETING, GREETING)
+    assert dialler.greeting(bytes([wire.WELCOME]) + greeting[1:]) is None
+    welcome = listener.seal(wire.WELCOME, GREETING)
+    assert listener.greeting(bytes([wire.GREETING]) + welcome[1:]) is None
+    mirror = Handshake(b"s", dialler=True)
+    hello = mirror.hello()
+    reflected = hello[:9] + hello[9:] + challenge[-hs.PROOF_BYTES :]
+    assert not mirror.check_challenge(bytes([wire.CHALLENGE]) + reflected[1:])
+
+
+@SETTINGS
+@given(at=st.integers(0, 2000), flip=st.integers(1, 255), which=st.integers(0, 3))
+def test_a_changed_frame_never_authenticates(at: int, flip: int, which: int) -> None:
+    """Any changed byte: Malformed, or no proof."""
+    dialler, listener = pair()
+    hello = dialler.hello()
+    if which == 0:
+        hello = mutate(hello, at, flip)
+    try:
+        challenge = listener.challenge(hello)
+        if which == 1:
+            challenge = mutate(challenge, at, flip)
+        if not dialler.check_challenge(challenge):
+            assert which in (0, 1)
+            return
+        greeting = dialler.seal(wire.GREETING, GREETING)
+        if which == 2:
+            greeting = mutate(greeting, at, flip)
+        if listener.greeting(greeting) is None:
+            assert which == 2
+            return
+        welcome = mutate(listener.seal(wire.WELCOME, GREETING), at, flip)
+        assert dialler.greeting(welcome) is None
+    except Malformed:
+        pass
+
+
+@SETTINGS
+@given(cut=st.integers(0, 2000), which=st.integers(0, 3), tail=st.binary(max_size=40))
+def test_a_truncated_or_longer_frame_never_authenticates(
+    cut: int, which: int, tail: bytes
+) -> None:
+    """Any other length: Malformed, or no proof."""
+    dialler, listener = pair()
+    hello, challenge, greeting, welcome = exchange(dialler, listener)
+    frame = (hello, challenge, greeting, welcome)[which]
+    changed = frame[: cut % len(frame)] + tail
+    if changed == frame:
+        return
+    try:
+        if which == 0:
+            Handshake(b"s", dialler=False).challenge(changed)
+            assert len(changed) == len(hello)
+        elif which == 1:
+            assert not dialler.check_challenge(changed)
+        elif which == 2:
+            assert listener.greeting(changed) is None
+        else:
+            assert dialler.greeting(changed) is None
+    except Malformed:
+        pass
+
+
+@SETTINGS
+@given(raw=st.binary(max_size=200), valid_prefix=st.booleans(), kind=st.integers(0, 9))
+def test_random_bytes_are_malformed_or_unproven(
+    raw: bytes, valid_prefix: bool, kind: int
+) -> None:
+    """No random frame raises anything but Malformed, and none authenticates."""
+    if valid_prefix:
+        raw = bytes([kind]) + wire.MAGIC + b"\1\0" + raw
+    dialler, listener = pair()
+    assert dialler.check_challenge(listener.challenge(dialler.hello()))
+    for side in (dialler, listener, *pair()):
+        before = side.proven
+        for read in (side.greeting, side.refusal, side.check_challenge):
+            with contextlib.suppress(Malformed):
+                result = read(raw)
+                assert not result or (isinstance(result, tuple) and not result[1])
+        assert not side.proven or before
+
+
+@SETTINGS
+@given(body=st.binary(max_size=300))
+def test_whoever_knows_the_secret_can_still_send_nonsense(body: bytes) -> None:
+    """Proven content that is no greeting or refusal is Malformed, nothing worse."""
+    dialler, listener = pair()
+    assert dialler.check_challenge(listener.challenge(dialler.hello()))
+    raw = msgspec.Raw(body)
+    with pytest.raises(Malformed):
+        listener.greeting(dialler.seal(wire.GREETING, raw))  # type: ignore[arg-type]
+    try:
+        listener.refusal(dialler.seal(wire.REFUSED, raw))  # type: ignore[arg-type]
+    except Malformed:
+        pass
+
+
+def test_a_refusal_tells_whether_it_is_proven() -> None:
+    """A refusal from outside of the group is a hint, from inside a fact."""
+    refusal = Refusal(hs.GROUP, "no")
+    dialler, listener = pair()
+    assert dialler.check_challenge(listener.challenge(dialler.hello()))
+    assert dialler.refusal(listener.seal(wire.REFUSED, refusal)) == (refusal, True)
+    stranger = Handshake(b"x", dialler=False)
+    stranger.challenge(dialler.hello())
+    assert dialler.refusal(stranger.seal(wire.REFUSED, refusal)) == (refusal, False)
+
+
+def test_another_version_of_the_protocol_is_named() -> None:
+    """The message says which versions there are and what to do."""
+    dialler, listener = pair()
+    hello = bytearray(dialler.hello())
+    hello[7] = 9
+    with pytest.raises(VersionMismatch, match=r"version 9.*install the same"):
+        listener.challenge(bytes(hello))
+
+
+def test_an_unproven_refusal_ends_no_session() -> None:
+    """Whoever answers at a peer's address without the secret is not believed."""
+    world = World("a", "b")
+
+    def lie(conn: ScriptedConn, parcel: Parcel) -> Parcel:
+        head, body = parcel
+        if head[0] != wire.CHALLENGE:
+            return parcel
+        liar = Handshake(b"x", dialler=False)
+        return liar.seal(wire.REFUSED, Refusal(hs.RESET, "go away")), body
+
+    world.net.tamper = lie
+    world.cut("a", "b")
+    world.advance(2.0)
+    assert len(world["a"].mesh.sessions) == len(world["b"].mesh.sessions) == 1
+    world.net.tamper = lambda conn, parcel: parcel
+    world.advance(2.0)
+    assert world["a"].peers() == ["b"]
+    assert world["a"].session(world["b"]).stats.connections == 2
+
+
+@SETTINGS
+@given(data=st.data())
+def test_a_member_survives_any_handshake_from_the_wire(data: st.DataObject) -> None:
+    """Random and mutated first frames end their connection and nothing else."""
+    world = World("a", "b")
+    a = world["a"]
+    stranger = world.add("x")
+    del world.members["x"]
+    for _ in range(3):
+        conn = stranger.link.dial(a.link.address)
+        assert isinstance(conn, ScriptedConn)
+        hello = Handshake(b"secret", dialler=True).hello()
+        frames = data.draw(
+            st.lists(st.one_of(st.binary(max_size=80), st.just(hello)), max_size=4)
+        )
+        for frame in frames:
+            conn.try_send(frame or b"\0")
+        world.pump()
+    world.advance(6.0)
+    assert a.peers() == ["b"]
+    assert len(a.link.conns) == 1
+
+
+def test_greetings_tell_all_that_a_peer_needs() -> None:
+    """A greeting survives its encoding."""
+    dialler, listener = pair()
+    assert dialler.check_challenge(listener.challenge(dialler.hello()))
+    full: Greeting = msgspec.structs.replace(
+        GREETING, session="id", received=7, leaving=True, peer_timeout=None, to="b-1"
+    )
+    assert listener.greeting(dialler.seal(wire.GREETING, full)) == full

@@ -1,0 +1,239 @@
+"""A KeyboardInterrupt at every line, and between any two bytecodes, of the mesh."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+from world import Got, Member, World
+
+from mq.errors import MessagesLost
+
+INLINE_BYTES = 128
+Trace = Callable[[FrameType, str, Any], Any]
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the n-th line (or bytecode) run in the mesh.
+
+    Attributes:
+        visited: Numbers of the points at which each place in the code was reached.
+        where: The place of the interrupt; "" where there was none.
+    """
+
+    def __init__(self, at: int, *, opcodes: bool = False) -> None:
+        self.at = at
+        self.opcodes = opcodes
+        self.where = ""
+        self.visited: dict[tuple[CodeType, int], list[int]] = defaultdict(list)
+        self._count = 0
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Trace | None:
+        if "/mq/mesh/" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = self.opcodes
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Trace:
+        if event == ("opcode" if self.opcodes else "line"):
+            self._count += 1
+            if not self.at:
+                self.visited[frame.f_code, frame.f_lasti].append(self._count)
+            elif self._count == self.at:
+                name = frame.f_code.co_filename.rpartition("/")[2]
+                self.where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+                raise KeyboardInterrupt
+        return self._line
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+class Scenario:
+    """Steps of an application, each repeated by its driver's rules if interrupted."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.interrupter: Interrupter | None = None
+        self.interrupted = 0
+        self.victims: list[str] = []
+
+    def guard(self, member: Member, action: Callable[[], Any]) -> Any:
+        """Run a call of the application as the driver does."""
+        if self.interrupter is None:
+            return action()
+        try:
+            with self.interrupter.armed():
+                return action()
+        except KeyboardInterrupt:
+            self.interrupted += 1
+            member.mesh.recover()
+            return None
+
+    def guard_polls(self, member: Member) -> None:
+        """Interrupt the member's turns too, but for those in which nothing happens."""
+        poll = member.poll
+
+        def guarded() -> None:
+            if member.link.has_news() or member.mesh.next_deadline() <= self.world.now:
+                self.guard(member, poll)
+            else:
+                poll()
+
+        member.poll = guarded  # type: ignore[method-assign]
+
+    def subscribe(self, member: Member, topic: str, **options: int) -> None:
+        """Subscribe, again if it was interrupted before it had an effect."""
+        while topic not in member.mesh.subscriber.topics:
+            self.guard(member, lambda: member.subscribe(topic, **options))
+
+
+def large(seed: int, nbytes: int = 1500) -> bytes:
+    return bytes((seed + i * 7) % 251 for i in range(nbytes))
+
+
+PAYLOADS = [b"one", large(1), b"two", b"three", large(2), b"four", b"five", large(3)]
+
+
+def run(interrupter: Interrupter) -> None:
+    """One scenario with an interrupt; afterwards the contract still holds.
+
+    Member `a` publishes to `b` and `c`, which are keep-all with little depth, and to
+    `d`, which keeps the last. All that `a` and `b` do in the mesh is interrupted.
+    """
+    world = World("a", "b", "c")
+    a, b, c = (world[name] for name in "abc")
+    scenario = Scenario(world)
+    c.subscribe("t", depth=4, window_bytes=4000)
+    world.settle()
+    for member in (a, b):
+        scenario.guard_polls(member)
+    scenario.interrupter = interrupter
+    received: dict[str, list[bytes]] = {"b": [], "c": [], "d": []}
+    scenario.subscribe(b, "t", depth=3, window_bytes=4000)
+    world.settle()
+    world.join("d").subscribe("t", keep=1)
+    world.settle()
+    committed: list[bytes] = []
+
+    def take(member: Member) -> bool:
+        item = scenario.guard(member, member.recv)
+        if item is None:
+            return False
+        assert not isinstance(item, MessagesLost), interrupter.where
+        assert isinstance(item, Got)
+        assert item.sequence < len(committed), interrupter.where
+        received[member.name].append(item.payload)
+        return True
+
+    for number, payload in enumerate(PAYLOADS):
+        retain = number == 4
+        for _ in range(50):
+            before = a.newest("t")
+            scenario.guard(a, partial(a.publish, "t", payload, retain))
+            if a.newest("t") > before:
+                break
+            world.settle()
+            for member in (b, c):
+                take(member)
+            world.settle()
+        else:
+            raise AssertionError(f"publish is stuck after {interrupter.where}")
+        committed.append(payload)
+        assert a.newest("t") == number
+    scenario.subscribe(b, "u")
+    world.advance(1.0)
+    for member in (b, c, world["d"]):
+        for _ in range(3):
+            while take(member):
+                world.settle()
+    late = world.join("e")
+    late.subscribe("t")
+    world.settle()
+    where = interrupter.where
+    assert scenario.interrupted <= 1
+    assert received["b"] == committed, where
+    assert received["c"] == committed, where
+    assert received["d"][-1] == committed[-1], where
+    assert late.payloads() == [committed[4]], where
+    check_all_works(world, scenario, where)
+
+
+def check_all_works(world: World, scenario: Scenario, where: str) -> None:
+    """Nothing is stuck or left over, and leaving works."""
+    scenario.interrupter = None
+    world.advance(1.0)
+    a, b = world["a"], world["b"]
+    assert b.mesh.subscriber.unconfirmed(b.mesh.subscriber.topics["u"]) == [], where
+    for number in range(8):
+        assert a.publish("u", b"x"), where
+        assert a.publish("t", b"%d" % number), where
+        world.settle()
+        assert b.payloads() == [b"x", b"%d" % number], where
+        for name in "cde":
+            assert world[name].payloads() == [b"%d" % number], where
+        world.settle()
+    b.unsubscribe("t")
+    world.settle()
+    assert a.publish("t", b"last"), where
+    world.settle()
+    assert b.payloads() == [], where
+    for member in world.members.values():
+        assert len(member.mesh.sessions) == len(world.members) - 1, where
+        assert set(member.link.conns) == set(member.mesh.conns), where
+        for session in member.mesh.sessions.values():
+            assert not session.frames, where
+            assert all(not f.queue and not f.progress for f in session.feeds.values())
+    world.leave("b")
+    world.advance(1.0)
+    assert a.peers() == ["c", "d", "e"], where
+
+
+@pytest.fixture(autouse=True)
+def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+
+
+def points(*, opcodes: bool) -> list[int]:
+    """Where to interrupt: each place of the code that the scenario reaches, once.
+
+    With MQ_INTERRUPT_EVERYWHERE each time that it reaches it, which takes long.
+    """
+    survey = Interrupter(0, opcodes=opcodes)
+    run(survey)
+    places = list(survey.visited.values())
+    if "MQ_INTERRUPT_EVERYWHERE" in os.environ:
+        return sorted(point for place in places for point in place)
+    # Not always the first time: the second place at its second, and so on.
+    return [place[number % len(place)] for number, place in enumerate(places)]
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_line_changes_nothing_of_the_contract() -> None:
+    """Nothing lost, nothing doubled, all or nothing, no stuck credit."""
+    found = points(opcodes=False)
+    assert len(found) > 500
+    for at in found:
+        run(Interrupter(at))
+
+
+@pytest.mark.slow
+def test_an_interrupt_between_bytecodes_changes_nothing_either() -> None:
+    """The same where a line does several things; a sample of the places."""
+    found = points(opcodes=True)
+    assert len(found) > 3000
+    for at in found[::40]:
+        run(Interrupter(at, opcodes=True))

@@ -1,0 +1,528 @@
+"""Sessions: how they begin, break, go on and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from scripted import Parcel, ScriptedConn
+from world import Got, Member, World
+
+from mq.errors import MessagesLost
+from mq.mesh import handshake as hs
+from mq.mesh import wire
+from mq.mesh.dial import ATTEMPT_SECONDS, MAX_GREETERS, Dial
+from mq.mesh.greeting import GREET_SECONDS
+from mq.mesh.reader import MALFORMED_LIMIT
+
+INLINE_BYTES = 128
+
+
+@pytest.fixture(autouse=True)
+def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+
+
+def interleavings(
+    begin: Callable[[], World],
+    after_step: Callable[[World], None],
+    is_open: Callable[[World], bool],
+) -> Iterator[World]:
+    """Every order in which what is in flight can be delivered, one world each.
+
+    Args:
+        is_open: Whether the order still matters.
+    """
+    choices: list[int] = []
+    while True:
+        world = begin()
+        widths: list[int] = []
+        while steps := world.net.steps():
+            if len(widths) == len(choices):
+                choices.append(0)
+            conn = steps[choices[len(widths)]]
+            widths.append(len(steps) if is_open(world) else 1)
+            world.net.deliver(conn)
+            for member in world.members.values():
+                if conn.other is not None and member.link is conn.other.link:
+                    member.poll()
+            after_step(world)
+        yield world
+        while choices and choices[-1] + 1 == widths[len(choices) - 1]:
+            choices.pop()
+        if not choices:
+            return
+        choices[-1] += 1
+
+
+def strangers(*names: str, **options: object) -> World:
+    """Members that have not dialled anybody yet."""
+    world = World(**options)
+    for name in names:
+        world.add(name)
+    return world
+
+
+def last_payload(item: Got | MessagesLost | None) -> bytes:
+    assert isinstance(item, Got)
+    return item.payload
+
+
+def test_members_greet_and_know_each_other() -> None:
+    """Each joiner greets all who are there, and all know all."""
+    world = World("a", "b", "c", "d")
+    for member in world.members.values():
+        assert member.peers() == sorted(set("abcd") - {member.name})
+        assert not member.mesh.greetings.dials
+        assert set(member.link.conns) == set(member.mesh.conns)
+
+
+def is_greeting(world: World) -> bool:
+    """Whether some connection is not yet, or no more, that of a session."""
+    members = world.members.values()
+    return any(len(m.mesh.conns) < len(m.link.conns) for m in members)
+
+
+def cross_dials(dials: dict[int, str], orders: int) -> None:
+    """Have two members dial each other, in all orders of what follows.
+
+    Args:
+        dials: Who dials the other one, by the number of steps delivered before.
+        orders: How many orders there are at least.
+    """
+    sent = {"a": 0, "b": 0}
+    steps = 0
+
+    def dial(world: World) -> None:
+        nonlocal steps
+        for name in dials.get(steps, ""):
+            world[name].dial(world["b" if name == "a" else "a"])
+            world[name].poll()
+        steps += 1
+
+    def begin() -> World:
+        nonlocal steps
+        steps = 0
+        sent.update(a=0, b=0)
+        world = strangers("a", "b")
+        for name in "ab":
+            world[name].subscribe("t")
+        dial(world)
+        return world
+
+    def publish(world: World) -> None:
+        for name in "ab":
+            member = world[name]
+            if member.mesh.publisher.subscribers("t") and sent[name] < 2:
+                assert member.publish("t", b"%d" % sent[name])
+                sent[name] += 1
+
+    def after_step(world: World) -> None:
+        dial(world)
+        publish(world)
+
+    seen = 0
+    for world in interleavings(begin, after_step, is_greeting):
+        seen += 1
+        publish(world)
+        world.settle()
+        for name, other in (("a", "b"), ("b", "a")):
+            member = world[name]
+            assert member.peers() == [other]
+            assert set(member.link.conns) == set(member.mesh.conns)
+            assert not member.mesh.greetings.dials
+            assert member.mesh.stats.forgotten == 0
+            assert member.payloads() == [b"%d" % n for n in range(sent[other])]
+    assert seen >= orders
+
+
+@pytest.mark.slow
+def test_of_two_members_that_dial_at_once_one_session_is_left() -> None:
+    """However the handshakes interleave, there is one session and nothing is lost."""
+    cross_dials({0: "ab"}, 10_000)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_of_two_dials_that_cross_one_session_is_left(first: str, steps: int) -> None:
+    """The same where one dials while the other one's dial is under way."""
+    cross_dials({0: first, steps: "b" if first == "a" else "a"}, 1)
+
+
+def test_a_dial_to_an_unknown_member_asks_first() -> None:
+    """An address is enough; the first route that answers is the one that is used."""
+    world = strangers("a", "b")
+    a, b = world["a"], world["b"]
+    greetings = a.mesh.greetings
+    routes = greetings.routes(["script://nobody", b.link.address], True)
+    dial = greetings.start(Dial(routes))
+    world.settle()
+    assert dial.done
+    assert dial.incarnation == b.incarnation
+    assert a.session(b).dialled == b.link.address
+    assert (a.peers(), b.peers()) == (["b"], ["a"])
+
+
+def test_a_probe_asks_who_is_there_and_begins_nothing() -> None:
+    """A probe is answered with the name and incarnation, and no session follows."""
+    world = strangers("a", "b")
+    a, b = world["a"], world["b"]
+    routes = a.mesh.greetings.routes([b.link.address], True)
+    dial = a.mesh.greetings.start(Dial(routes, incarnation="b-1", probe=True))
+    world.settle()
+    assert dial.done
+    assert dial.welcome is not None
+    assert dial.welcome.name == "b"
+    assert not a.mesh.sessions
+    assert not b.link.conns
+
+
+def test_a_member_that_dials_its_own_address_stops() -> None:
+    """It is told so, and is not its own peer."""
+    world = strangers("a")
+    dial = world["a"].dial_blindly(world["a"].link.address)
+    world.settle()
+    assert dial.done
+    assert not world["a"].mesh.sessions
+    assert not world["a"].link.conns
+
+
+@pytest.mark.parametrize("manner", ["hang", "fail", "error"])
+def test_a_dial_goes_on_until_it_succeeds(manner: str) -> None:
+    """Attempts that fail in any way are repeated."""
+    world = strangers("a", "b")
+    world.net.on_dial = lambda source, target: manner
+    dial = world["a"].dial(world["b"])
+    world.advance(1.5 * ATTEMPT_SECONDS)
+    assert dial.error or dial.conn is not None
+    assert not dial.done
+    world.net.on_dial = lambda source, target: "open"
+    world.advance(ATTEMPT_SECONDS)
+    assert world["a"].peers() == ["b"]
+
+
+def test_an_address_that_is_another_members_by_now_is_not_mistaken() -> None:
+    """A dial to one member never begins or disturbs a session with another."""
+    world = World("a", "b")
+    a, b = world["a"], world["b"]
+    a.subscribe("t")
+    world.settle()
+    session = a.session(b)
+    routes = a.mesh.greetings.routes([b.link.address], True)
+    dial = a.mesh.greetings.start(Dial(routes, incarnation="gone-1"))
+    world.advance(1.0)
+    assert not dial.done
+    assert "not the member" in dial.error
+    assert a.session(b) is session
+    assert session.stats.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "code"),
+    [
+        ("secret", b"another", hs.SECRET),
+        ("group", "h", hs.GROUP),
+        ("backend", "other", hs.BACKEND),
+        ("versions", {"codec": "99"}, hs.VERSION),
+    ],
+)
+def test_who_does_not_belong_is_refused_by_name(
+    option: str, value: object, code: str
+) -> None:
+    """Wrong secret, group, backend or codec: refused, with the reason, once."""
+    world = World("a")
+    other = world.add("x", **{option: value})
+    dial = other.dial_blindly(world["a"].link.address)
+    world.advance(1.0)
+    assert dial.done
+    assert dial.refusal == code
+    assert dial.error
+    assert not other.mesh.sessions
+    assert not world["a"].mesh.sessions
+    world.advance(2 * GREET_SECONDS)
+    assert not world["a"].link.conns
+
+
+def test_a_name_that_is_held_is_refused() -> None:
+    """Equal generations: whoever holds the name keeps it."""
+    world = World("a", "b")
+    thief = world.add("x", name="b", generation=1)
+    dial = thief.dial(world["a"])
+    world.settle()
+    assert dial.refusal == hs.NAME_TAKEN
+    assert "pid" in dial.error
+    assert world["a"].peers() == ["b"]
+
+
+def test_a_later_life_of_a_name_fences_the_earlier_one() -> None:
+    """The new incarnation is the member; the old one is told and stops."""
+    world = World("a", "b", "c")
+    old = world.members.pop("b")
+    world.members["old"] = old
+    new = world.join("b")
+    world.settle()
+    assert "replaced" in old.mesh.replaced
+    for name in "ac":
+        assert world[name].session(new).introduced
+        assert old.incarnation not in world[name].mesh.sessions
+        assert not world[name].mesh.replaced
+
+
+def test_a_fenced_member_that_was_cut_off_learns_it_on_its_return() -> None:
+    """It is refused as replaced when it tries to resume."""
+    world = World("a", "b")
+    old = world.members.pop("b")
+    world.members["old"] = old
+    old.stalled = True
+    world.cut("a", "old")
+    world.join("b")
+    world.settle()
+    old.stalled = False
+    world.advance(3.0)
+    assert old.mesh.replaced
+    assert world["a"].peers() == ["b"]
+
+
+def test_bye_ends_a_session_at_once() -> None:
+    """A member that leaves is forgotten without a wait, and what it sent is kept."""
+    world = World("a", "b", "c")
+    world["b"].subscribe("t")
+    world.settle()
+    assert world["a"].publish("t", b"last words")
+    a = world["a"]
+    a.mesh.leave("done")
+    world.pump()
+    assert a.mesh.has_left()
+    assert world["b"].peers() == ["c"]
+    a.mesh.close()
+    del world.members["a"]
+    world.settle()
+    assert world["b"].payloads() == [b"last words"]
+    assert world["b"].mesh.stats.forgotten == 0
+    assert not world["b"].mesh.greetings.dials
+
+
+def test_a_member_that_leaves_begins_no_session() -> None:
+    """It still resumes what it has, and refuses who is new."""
+    world = World("a", "b")
+    world["a"].mesh.leave("done")
+    newcomer = world.add("c")
+    dial = newcomer.dial(world["a"])
+    world.settle()
+    assert dial.done
+    assert not newcomer.mesh.sessions
+
+
+def test_a_lost_answer_to_bye_does_not_hold_a_member_up() -> None:
+    """Whatever is cut while it leaves, it has left soon after."""
+    for lose in range(2):
+        world = World("a", "b")
+        world["a"].mesh.leave("done")
+        world.cut("a", "b", lose_one=lose, lose_other=lose)
+        world.advance(1.0)
+        assert world["a"].mesh.has_left()
+        assert not world["b"].mesh.sessions
+
+
+def test_proof_of_death_releases_who_waits_at_once() -> None:
+    """A dead process is forgotten without a time-out, and its last words are read."""
+    world = World("a", "b", "c")
+    for name in "bc":
+        world[name].subscribe("t", depth=1)
+    world["a"].subscribe("u")
+    world.settle()
+    a = world["a"]
+    assert a.publish("t", b"1")
+    world.settle()
+    world["c"].payloads()
+    world.settle()
+    assert not a.publish("t", b"2")
+    assert world["b"].publish("u", b"last words")
+    world.kill("b")
+    world.settle()
+    assert a.peers() == ["c"]
+    assert a.publish("t", b"2")
+    assert a.payloads() == [b"last words"]
+    assert a.mesh.stats.forgotten == 0
+
+
+def test_a_death_nobody_can_see_is_a_matter_of_peer_timeout() -> None:
+    """Without proof a silent peer is waited for until peer_timeout, no longer."""
+    world = World("a", "b", peer_timeout=8.0)
+    world["b"].subscribe("t", depth=1)
+    world.settle()
+    assert world["a"].publish("t", b"1")
+    world.kill("b", visible=False)
+    world.advance(7.0)
+    assert not world["a"].publish("t", b"2")
+    world.advance(1.5)
+    assert world["a"].publish("t", b"2")
+    assert world["a"].mesh.stats.forgotten == 1
+
+
+def test_peer_timeout_none_waits_for_proof() -> None:
+    """A peer that is silent for an hour is still a peer, if either side says so."""
+    world = World("a")
+    world.join("b", peer_timeout=None)
+    world.settle()
+    world.stall("b")
+    world.advance(3600.0)
+    assert world["a"].peers() == ["b"]
+    world.unstall("b")
+    world.settle()
+    assert world["b"].peers() == ["a"]
+
+
+def test_an_idle_group_stays_together() -> None:
+    """Heartbeats keep sessions that nobody uses, on their first connection."""
+    world = World("a", "b", "c")
+    world.advance(300.0)
+    for member in world.members.values():
+        assert len(member.peers()) == 2
+        for session in member.mesh.sessions.values():
+            assert session.stats.connections == 1
+
+
+def test_a_half_open_connection_is_replaced() -> None:
+    """One side's connection is dead and it is not told: the dialler dials again."""
+    world = World("a", "b", peer_timeout=8.0)
+    world["a"].subscribe("t")
+    world.settle()
+    (conn,) = world.net.between(world["a"].link, world["b"].link)
+    world.net.cut(conn, hold=(True, True))
+    assert world["b"].publish("t", b"x")
+    world.advance(7.0)
+    assert world["a"].payloads() == [b"x"]
+    assert world["a"].mesh.stats.forgotten == world["b"].mesh.stats.forgotten == 0
+
+
+def test_what_was_granted_to_a_forgotten_session_never_begins() -> None:
+    """A redial under way when its session is given up does not resume it half."""
+    world = World("a", "b", peer_timeout=4.0)
+    a, b = world["a"], world["b"]
+    session = b.session(a)
+    for name in "ab":
+        world[name].subscribe("t")
+    world.settle()
+    assert session.dialler
+    world.stall("a")
+    world.cut("a", "b")
+    world.pump()  # b dials, a does not answer
+    assert any(dial.session is session for dial in b.mesh.greetings.dials)
+    b.mesh.forget(session, "given up")
+    world.unstall("a")
+    world.advance(2.0)
+    for member, other in ((a, b), (b, a)):
+        assert member.session(other).stats.malformed == 0
+        assert member.publish("t", b"x")
+        world.settle()
+        assert other.payloads() == [b"x"]
+
+
+def test_a_short_stall_is_no_reason_to_forget_anyone() -> None:
+    """A member that slept takes its own sleep into account."""
+    world = World("a", "b", "c", peer_timeout=8.0)
+    for name in "bc":
+        world.stall(name)
+    world.advance(7.0)
+    for name in "bc":
+        world.unstall(name)
+    world.advance(3.0)
+    for member in world.members.values():
+        assert len(member.peers()) == 2
+        assert member.mesh.stats.forgotten == 0
+
+
+def test_a_member_that_was_forgotten_comes_back_by_itself() -> None:
+    """After a partition longer than peer_timeout all find each other again."""
+    world = World("a", "b", "c", peer_timeout=4.0)
+    world.partition("a", "b")
+    world.advance(10.0)
+    assert world["a"].peers() == ["c"]
+    world.heal()
+    world.advance(5.0)
+    assert world["a"].peers() == ["b", "c"]
+
+
+def spoil(world: World, target: Member, kind: int, times: int) -> list[ScriptedConn]:
+    """Spoil a frame of a kind on each of the next connections of a member."""
+    spoilt: list[ScriptedConn] = []
+
+    def tamper(conn: ScriptedConn, parcel: Parcel) -> Parcel:
+        assert conn.other is not None
+        head, body = parcel
+        if (
+            conn.other.link is target.link
+            and head[0] == kind
+            and len(spoilt) < times
+            and conn not in spoilt
+        ):
+            spoilt.append(conn)
+            return head[:3] + b"\xff" + head[4:-1], body
+        return parcel
+
+    world.net.tamper = tamper
+    return spoilt
+
+
+@pytest.mark.parametrize("kind", [wire.DATA, wire.CHUNK])
+def test_a_malformed_frame_costs_a_connection_and_nothing_else(kind: int) -> None:
+    """The session is resumed and the frame comes again."""
+    world = World("a", "b", "c")
+    world["b"].subscribe("t")
+    world.settle()
+    spoilt = spoil(world, world["b"], kind, MALFORMED_LIMIT - 1)
+    small, large = b"small", bytes(range(200)) * 5
+    for payload in (small, large):
+        assert world["a"].publish("t", payload)
+    world.advance(1.0)
+    assert len(spoilt) == MALFORMED_LIMIT - 1
+    assert world["b"].payloads() == [small, large]
+    assert world["b"].mesh.stats.malformed == MALFORMED_LIMIT - 1
+    assert world["b"].mesh.stats.forgotten == 0
+
+
+def test_a_frame_that_stays_malformed_ends_the_session() -> None:
+    """The peer is given up, the loss is told once, and the next session works."""
+    world = World("a", "b")
+    world["b"].subscribe("t")
+    world.settle()
+    spoil(world, world["b"], wire.DATA, MALFORMED_LIMIT)
+    assert world["a"].publish("t", b"bad")
+    world.advance(5.0)
+    assert world["b"].mesh.stats.forgotten == 1
+    assert world["a"].publish("t", b"good")
+    world.settle()
+    lost, got = world["b"].recv_all()
+    assert isinstance(lost, MessagesLost)
+    assert (lost.sender, lost.topics, lost.count) == ("a", ("t",), 1)
+    assert last_payload(got) == b"good"
+
+
+def test_connections_that_never_greet_are_closed() -> None:
+    """They are bounded in number and in time, and hold nobody else up."""
+    world = World("a", "b")
+    stranger = world.add("x")
+    del world.members["x"]
+    for _ in range(MAX_GREETERS + 50):
+        stranger.link.dial(world["a"].link.address)
+    world["a"].poll()
+    assert len(world["a"].link.conns) == MAX_GREETERS + 1
+    world.join("c")
+    world.settle()
+    assert world["a"].peers() == ["b", "c"]
+    world.advance(GREET_SECONDS + 0.5)
+    assert len(world["a"].link.conns) == 2
+    assert world["a"].mesh.stats.refused > MAX_GREETERS
+
+
+def test_hoarders_of_connections_do_not_stop_this_members_own_dials() -> None:
+    """A member whose greeters are full still dials and finishes what it dialled."""
+    world = strangers("a", "b", "x")
+    world["a"].dial(world["b"])
+    for _ in range(MAX_GREETERS + 50):
+        world["x"].link.dial(world["a"].link.address)
+    world["a"].poll()
+    del world.members["x"]
+    world.settle()
+    assert world["a"].peers() == ["b"]

@@ -1,0 +1,537 @@
+"""Messages: who gets what, in which order, and who waits for whom."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from scripted import Parcel, ScriptedConn
+from world import Got, Member, World
+
+from mq.errors import CodecError, MessagesLost, MessageTooLarge
+from mq.frames import Frames
+from mq.mesh import wire
+from mq.mesh.session import BATCH_MESSAGES
+
+INLINE_BYTES = 128
+LARGE = bytes(range(251)) * 8
+
+
+@pytest.fixture(autouse=True)
+def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+
+
+def subscribed(*names: str, keep: int | None = None, depth: int = 1000) -> World:
+    """A world in which all but `a` are subscribed to t."""
+    world = World("a", *names)
+    for name in names:
+        world[name].subscribe("t", keep=keep, depth=depth)
+    world.settle()
+    return world
+
+
+def publish_once(world: World, payload: bytes = b"first") -> None:
+    """Publish and receive a message: who publishes gets more of the window."""
+    assert world["a"].publish("t", payload)
+    world.settle()
+    for member in world.members.values():
+        member.payloads()
+    world.settle()
+
+
+def sequences(member: Member) -> list[int]:
+    items = member.recv_all()
+    assert all(isinstance(item, Got) for item in items), items
+    return [item.sequence for item in items if isinstance(item, Got)]
+
+
+def publish_until_full(world: World, name: str, topic: str = "t") -> int:
+    """Publish, and let everything arrive, until there is no credit."""
+    count = 0
+    while world[name].publish(topic, b"%d" % count):
+        count += 1
+        world.settle()
+        assert count < 5000
+    return count
+
+
+def frames_to(world: World, target: Member, kind: int) -> list[Parcel]:
+    """A list that fills with the frames of a kind that arrive at a member."""
+    seen: list[Parcel] = []
+
+    def watch(conn: ScriptedConn, parcel: Parcel) -> None:
+        if conn.link is target.link and parcel[0][0] == kind:
+            seen.append(parcel)
+
+    world.net.watcher = watch
+    return seen
+
+
+def test_a_subscription_is_in_force_when_it_is_acknowledged() -> None:
+    """All that is published from then on comes, and nothing from before."""
+    world = World("a", "b", "c")
+    assert world["a"].publish("t", b"before")
+    subscription = world["b"].subscribe("t")
+    assert len(world["b"].mesh.subscriber.unconfirmed(subscription)) == 2
+    world.pump()
+    assert not world["b"].mesh.subscriber.unconfirmed(subscription)
+    assert world["a"].publish("t", b"after")
+    world.settle()
+    assert world["b"].payloads() == [b"after"]
+    assert world["a"].mesh.publisher.topic("t").stats.nobody == 1
+
+
+def test_messages_come_in_order_large_or_small() -> None:
+    """FIFO per publisher and topic, whatever the sizes."""
+    world = subscribed("b", "c")
+    payloads = [bytes([n]) * size for n, size in enumerate((1, 2000, 128, 129, 5, 700))]
+    for payload in payloads:
+        assert world["a"].publish("t", payload)
+    world.settle()
+    assert world["b"].payloads() == payloads
+    assert world["c"].payloads() == payloads
+
+
+def test_a_message_of_many_buffers_arrives_as_it_was_laid_out() -> None:
+    """Header and buffers of all sizes land at their offsets in the area."""
+    world = subscribed("b")
+    sizes = (1, 64, 0, 63, 255, 256, 257, 1000, 3, 0)
+    buffers = tuple(memoryview(bytes([n + 1]) * s) for n, s in enumerate(sizes))
+    whole = Frames(b"h" * 300, buffers, 0, frozenset())
+    frames = whole._replace(nbytes=len(whole.pack()))
+    a = world["a"]
+    topic = a.mesh.publisher.topic("t")
+    a.mesh.publisher.publish(topic, frames, world.now, False)
+    world.settle()
+    (got,) = world["b"].payloads()
+    for start, piece in frames.segments():
+        assert got[start : start + len(piece)] == piece
+
+
+def test_nobody_hears_himself_or_another_topic() -> None:
+    """No echo; topics match exactly; bytes nobody wants are not sent."""
+    world = World("a", "b")
+    for topic in ("a", "ab"):
+        world["b"].subscribe(topic)
+    world["a"].subscribe("a")
+    world.settle()
+    seen = frames_to(world, world["b"], wire.DATA)
+    assert world["a"].publish("abc", b"1")
+    world.settle()
+    assert not seen
+    assert world["a"].publish("a", b"2")
+    world.settle()
+    assert not world["a"].recv_all()
+    (got,) = world["b"].recv_all()
+    assert isinstance(got, Got)
+    assert got.topic == "a"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, 40])
+def test_unread_messages_never_exceed_depth_and_one_for_each_publisher(
+    depth: int,
+) -> None:
+    """The receiver divides its grants; each publisher may always have one."""
+    world = World("b", "p", "q", "r")
+    world["b"].subscribe("t", depth=depth)
+    world.settle()
+    for _ in range(3):
+        counts = [publish_until_full(world, name) for name in "pqr"]
+        assert all(counts)
+        inbox = len(world["b"].mesh.subscriber.inbox.fifo)
+        assert inbox == sum(counts) <= depth + 3
+        assert len(world["b"].payloads()) == inbox
+        world.settle()
+
+
+def test_a_window_of_bytes_bounds_too_and_lets_one_message_of_any_size_pass() -> None:
+    """A message larger than the window still goes, alone."""
+    world = World("a", "b")
+    world["b"].subscribe("t", window_bytes=1000)
+    world.settle()
+    for _ in range(5):
+        assert world["a"].publish("t", LARGE)
+        world.settle()
+        assert not world["a"].publish("t", b"x")
+        assert world["b"].payloads() == [LARGE]
+        world.settle()
+    count = 0
+    while world["a"].publish("t", bytes(90)):
+        world.settle()
+        count += 1
+    assert 5 <= count <= 12
+
+
+def test_credit_goes_to_those_who_publish() -> None:
+    """A publisher that is alone in publishing gets most of the window."""
+    world = World("b", "p", "q", "r")
+    world["b"].subscribe("t", depth=100)
+    world.settle()
+    total = 0
+    for _ in range(20):
+        total = publish_until_full(world, "p")
+        world["b"].recv_all()
+        world.settle()
+    assert total >= 50
+
+
+def test_grants_outlive_publishers_that_come_and_go() -> None:
+    """Unread messages of dead publishers still fill the window of the living."""
+    world = World("b", "p")
+    world["b"].subscribe("t", depth=10)
+    world.settle()
+    for _ in range(6):
+        publish_until_full(world, "p")
+        world.kill("p")
+        world.join("p")
+        world.settle()
+    assert len(world["b"].mesh.subscriber.inbox.fifo) <= 10 + 6
+
+
+def test_publish_is_all_or_nothing() -> None:
+    """One subscriber without credit: nobody gets it, and no number is used."""
+    world = World("a", "slow", "fast")
+    world["slow"].subscribe("t", depth=2)
+    world["fast"].subscribe("t")
+    world.settle()
+    count = publish_until_full(world, "a")
+    newest = world["a"].newest("t")
+    for _ in range(3):
+        assert not world["a"].publish("t", b"no", retain=True)
+    world.settle()
+    assert world["a"].newest("t") == newest == count - 1
+    assert world["a"].mesh.publisher.topic("t").retained is None
+    (feed,) = world["a"].mesh.publisher.topic("t").waits_for()
+    assert feed.session.name == "slow"
+    assert sequences(world["fast"]) == list(range(count))
+    assert sequences(world["slow"]) == list(range(count))
+    world.settle()
+    assert world["a"].publish("t", b"yes")
+    world.settle()
+    assert world["slow"].payloads() == world["fast"].payloads() == [b"yes"]
+
+
+def test_a_slow_subscriber_that_unsubscribes_releases_the_publisher() -> None:
+    """Nobody waits for who does not want it any more."""
+    world = subscribed("b", "c", depth=1)
+    world["a"].publish("t", b"1")
+    world.settle()
+    world["c"].payloads()
+    assert not world["a"].publish("t", b"2")
+    world["b"].unsubscribe("t")
+    world.settle()
+    assert world["a"].publish("t", b"2")
+
+
+def test_keep_last_has_the_newest_and_counts_what_it_dropped() -> None:
+    """A stopped subscriber never makes a publisher wait, and finds the newest n."""
+    for keep in (1, 3):
+        world = subscribed("b", keep=keep)
+        for number in range(50):
+            assert world["a"].publish("t", b"%d" % number)
+            if number % 7 == 0:
+                world.settle()
+        world.settle()
+        assert world["b"].payloads() == [b"%d" % n for n in range(50 - keep, 50)]
+        stats = world["b"].mesh.publisher.topic("t").stats
+        assert stats.dropped == 50 - keep
+
+
+@pytest.mark.parametrize("size", [10, 2000])
+def test_keep_last_has_at_most_one_message_on_the_wire(size: int) -> None:
+    """What waits is replaced; what has begun is always finished."""
+    world = subscribed("b", keep=1)
+    kind = wire.DATA if size <= INLINE_BYTES else wire.CHUNK
+    for number in range(30):
+        assert world["a"].publish("t", bytes([number]) * size)
+    (conn,) = world.net.between(world["a"].link, world["b"].link)
+    under_way = [head for head, _ in conn.flight if head[0] == kind]
+    starts = {wire.RECORD.unpack_from(h, wire.HEADER_BYTES)[2] for h in under_way}
+    if kind == wire.CHUNK:
+        starts = {wire.parse_chunk(memoryview(head)).sequence for head in under_way}
+    assert starts == {0}
+    world.settle()
+    (got,) = world["b"].recv_all()
+    assert isinstance(got, Got)
+    assert got.sequence == 29
+
+
+def test_later_subscribers_get_the_retained_message_first() -> None:
+    """Once, with its own sequence, and nothing that was not retained."""
+    world = World("a", "b")
+    a, b = world["a"], world["b"]
+    for payload, retain in ((b"0", False), (LARGE, True), (b"2", False)):
+        assert a.publish("t", payload, retain)
+    b.subscribe("t")
+    world.settle()
+    assert a.publish("t", b"3")
+    world.settle()
+    assert [(g.sequence, g.payload) for g in b.recv_all() if isinstance(g, Got)] == [
+        (1, LARGE),
+        (3, b"3"),
+    ]
+    a.mesh.publisher.topic("t").retained = None
+    b.unsubscribe("t")
+    b.subscribe("t")
+    world.settle()
+    assert b.payloads() == []
+
+
+def test_a_retained_message_is_not_sent_again_to_who_has_it() -> None:
+    """A new session with the same peer neither doubles it nor costs credit."""
+    world = World("a", "b", peer_timeout=4.0)
+    world["b"].subscribe("t", depth=1)
+    world.settle()
+    assert world["a"].publish("t", b"kept", retain=True)
+    world.settle()
+    assert world["b"].payloads() == [b"kept"]
+    world.partition("a", "b")
+    world.advance(10.0)
+    world.heal()
+    world.advance(5.0)
+    assert world["b"].recv_all() == []
+    for _ in range(3):
+        assert world["a"].publish("t", b"next")
+        world.settle()
+        assert world["b"].payloads() == [b"next"]
+        world.settle()
+
+
+def test_flush_marks_are_reached_when_the_inbox_has_it_all() -> None:
+    """For every subscriber, also one that began with an older retained message."""
+    world = subscribed("b")
+    a = world["a"]
+    a.publish("t", b"0", retain=True)
+    a.publish("t", b"1")
+    world.join("late").subscribe("t")
+    world.settle()
+    assert not a.mesh.publisher.unsettled(a.mesh.publisher.marks())
+    a.publish("t", LARGE)
+    marks = a.mesh.publisher.marks()
+    assert a.mesh.publisher.unsettled(marks)
+    world.settle()
+    assert not a.mesh.publisher.unsettled(marks)
+    marks = a.mesh.publisher.marks()
+    assert len(marks) == 2
+    assert not a.mesh.publisher.unsettled(marks)
+
+
+def test_a_dead_subscriber_does_not_hold_flush_up() -> None:
+    """Its marks are settled, and what it lacked is counted."""
+    world = subscribed("b")
+    world.partition("a", "b")
+    world["a"].publish("t", b"1")
+    marks = world["a"].mesh.publisher.marks()
+    world.kill("b")
+    world.settle()
+    assert not world["a"].mesh.publisher.unsettled(marks)
+    assert world["a"].mesh.publisher.topic("t").stats.undelivered == 1
+
+
+def test_a_large_message_delays_no_other_topic() -> None:
+    """Chunks and small messages of another topic take turns."""
+    world = subscribed("b")
+    world["b"].subscribe("u")
+    world.settle()
+    world["a"].link.capacity = 2
+    assert world["a"].publish("t", LARGE * 4)
+    for number in range(5):
+        assert world["a"].publish("u", b"%d" % number)
+    chunks = frames_to(world, world["b"], wire.CHUNK)
+    while not world["b"].mesh.subscriber.inbox.fifo:
+        (conn,) = world.net.between(world["a"].link, world["b"].link)
+        world.net.deliver(conn)
+        for member in world.members.values():
+            member.poll()
+    assert len(chunks) <= 4
+    world.settle()
+    topics = [item.topic for item in world["b"].recv_all() if isinstance(item, Got)]
+    assert topics == ["u"] * 5 + ["t"]
+
+
+def test_small_messages_are_batched_while_an_answer_is_out() -> None:
+    """One frame at once, the others together, at the latest after a millisecond."""
+    world = subscribed("b")
+    publish_once(world)
+    batches = frames_to(world, world["b"], wire.DATA)
+    for number in range(100):
+        assert world["a"].publish("t", b"%d" % number)
+    world.pump()
+    assert len(batches) == 1
+    world.advance(0.0011)
+    assert len(batches) == 2
+    assert len(world["b"].payloads()) == 100
+
+
+def test_a_full_batch_does_not_wait() -> None:
+    """A batch leaves when it is full, whatever is unanswered."""
+    world = subscribed("b", depth=4 * BATCH_MESSAGES)
+    publish_once(world)
+    batches = frames_to(world, world["b"], wire.DATA)
+    for _ in range(BATCH_MESSAGES + 1):
+        assert world["a"].publish("t", b"x")
+    world.net.deliver_all()
+    assert len(batches) == 2
+
+
+def test_unsubscribing_ends_the_old_stream_for_good() -> None:
+    """A new subscription to the same topic never sees what was under way."""
+    world = subscribed("b")
+    for number in range(20):
+        assert world["a"].publish("t", b"old %d" % number)
+        assert world["a"].publish("t", b"old" * 100)
+    world.net.deliver(world.net.between(world["a"].link, world["b"].link)[0])
+    world["b"].poll()
+    world["b"].unsubscribe("t")
+    assert world["b"].recv() is None
+    world["b"].subscribe("t")
+    world.settle()
+    assert world["b"].recv() is None
+    assert world["a"].publish("t", b"new")
+    world.settle()
+    assert world["b"].payloads() == [b"new"]
+
+
+def test_a_transfer_survives_a_break_at_any_point() -> None:
+    """Whichever frames are lost at the break, everything arrives once."""
+    for delivered in range(14):
+        for lose in range(3):
+            for pieces in (1, 3):
+                world = subscribed("b")
+                world["b"].link.pieces = pieces
+                assert world["a"].publish("t", LARGE)
+                assert world["a"].publish("t", b"small")
+                for _ in range(delivered):
+                    for conn in world.net.steps():
+                        world.net.deliver(conn)
+                    world["b"].poll()
+                world.cut("a", "b", lose, lose)
+                world.settle()
+                assert world["b"].payloads() == [LARGE, b"small"]
+                assert world["a"].session(world["b"]).stats.connections == 2
+
+
+def test_a_stalled_subscriber_is_told_once_how_much_it_missed() -> None:
+    """After the reset: one notice, with the exact number, then the queue goes on."""
+    world = World("a", "b", "c", peer_timeout=4.0)
+    for name in "bc":
+        world[name].subscribe("t", depth=5)
+        world[name].subscribe("u")
+    world.settle()
+    for topic in "tu":
+        assert world["a"].publish(topic, b"seen")
+    world.settle()
+    world.stall("b")
+    for _ in range(3):
+        assert world["a"].publish("t", b"lost")
+    world.advance(6.0)
+    for _ in range(4):
+        assert world["a"].publish("u", b"lost")
+    world.unstall("b")
+    world.advance(5.0)
+    assert len(world["c"].payloads()) == 9
+    world.settle()
+    assert world["a"].publish("t", b"after")
+    world.settle()
+    items = world["b"].recv_all()
+    assert [i.payload for i in items if isinstance(i, Got)][:2] == [b"seen"] * 2
+    (notice,) = [i for i in items if isinstance(i, MessagesLost)]
+    assert notice.sender == "a"
+    received = sum(1 for i in items if isinstance(i, Got))
+    assert notice.count == 10 - received
+    assert isinstance(items[-1], Got)
+    assert items[-1].payload == b"after"
+    assert world["c"].payloads() == [b"after"]
+
+
+def test_what_a_subscriber_would_refuse_is_not_published() -> None:
+    """MessageTooLarge and CodecError name the members, and nobody gets it."""
+    world = World("a", "b")
+    world.join("tiny", max_message_bytes=500)
+    for name in ("b", "tiny"):
+        world[name].subscribe("t")
+    world.settle()
+    with pytest.raises(MessageTooLarge, match="tiny"):
+        world["a"].publish("t", LARGE)
+    publisher = world["a"].mesh.publisher
+    frames = Frames(b"x", (), 1, frozenset({"some.Type"}))
+    with pytest.raises(CodecError, match=r"some\.Type"):
+        publisher.check(publisher.topic("t"), frames)
+    world.settle()
+    assert world["a"].newest("t") == -1
+    assert not world["b"].recv_all()
+
+
+@pytest.mark.parametrize("size", [100, 2000, 1 << 40])
+def test_a_sender_that_announces_too_much_is_cut_off(size: int) -> None:
+    """Before memory is taken, and without harm to other peers."""
+    world = World("a")
+    world.join("tiny", max_message_bytes=99)
+    tiny, a = world["tiny"], world["a"]
+    tiny.subscribe("t")
+    world.settle()
+    session = a.session(tiny)
+    session.peer = msgspec.structs.replace(session.peer, max_message_bytes=1 << 50)
+
+    def announce(conn: ScriptedConn, parcel: Parcel) -> Parcel:
+        head, body = parcel
+        if head[0] != wire.CHUNK:
+            return parcel
+        chunk = list(wire.CHUNK_HEAD.unpack(head[wire.HEADER_BYTES :]))
+        chunk[4] = size
+        return head[: wire.HEADER_BYTES] + wire.CHUNK_HEAD.pack(*chunk), body
+
+    if size > 2000:
+        world.net.tamper = announce
+    assert a.publish("t", bytes(min(size, 2000)))
+    world.advance(0.5)
+    assert tiny.mesh.stats.malformed >= 1
+    assert tiny.taken == []
+    assert all(isinstance(item, MessagesLost) for item in tiny.recv_all())
+
+
+def test_a_sender_without_credit_is_cut_off() -> None:
+    """Whoever ignores the window cannot fill this member's memory."""
+    world = subscribed("b", depth=2)
+    (feed,) = world["a"].mesh.publisher.topic("t").feeds
+    feed.credit_messages = 1000
+    feed.topic.refresh()
+    for _ in range(100):
+        assert world["a"].publish("t", b"x")
+    world.advance(0.5)
+    assert world["b"].mesh.stats.malformed >= 1
+    assert len(world["b"].mesh.subscriber.inbox.fifo) <= 2
+
+
+def test_two_members_that_are_full_of_each_other_still_hear_each_other() -> None:
+    """Control frames pass whatever waits: credit comes as soon as one reads."""
+    world = World("a", "b")
+    for name in "ab":
+        world[name].subscribe("t", depth=2)
+    world.settle()
+    for name in "ab":
+        publish_until_full(world, name)
+    world["a"].recv_all()
+    world.settle()
+    assert world["b"].publish("t", b"go on")
+
+
+def test_publishing_costs_no_more_with_many_topics() -> None:
+    """A thousand idle topics do not slow a busy one down."""
+
+    def seconds(topics: int) -> float:
+        world = World("a", "b")
+        for number in range(topics):
+            world["b"].subscribe(f"idle {number}")
+        world["b"].subscribe("t")
+        world.settle()
+        begin = time.perf_counter()
+        for _ in range(300):
+            world["a"].publish("t", b"x")
+        return time.perf_counter() - begin
+
+    few = min(seconds(1) for _ in range(3))
+    many = min(seconds(1000) for _ in range(3))
+    assert many < 10 * few

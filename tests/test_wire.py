@@ -1,0 +1,170 @@
+"""Frames of the session protocol: what is packed is parsed, all else is Malformed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from world import World
+
+from mq.mesh import wire
+from mq.mesh.reader import MALFORMED_LIMIT
+from mq.mesh.wire import Credit, Malformed, Subscribe, Subscribed
+
+SETTINGS = settings(deadline=None, max_examples=300)
+CONTROL = (
+    wire.SUBSCRIBE,
+    wire.SUBSCRIBED,
+    wire.UNSUBSCRIBE,
+    wire.CREDIT,
+    wire.BYE,
+    wire.ACCEPTS,
+    wire.WAITING,
+    wire.FENCED,
+)
+numbers = st.integers(0, 2**63 - 1)
+ids = st.integers(0, 2**32 - 1)
+
+
+@SETTINGS
+@given(
+    subscription=ids,
+    topic=st.text(max_size=100),
+    keep=st.none() | st.integers(1, 2**31 - 1),
+    messages=numbers,
+    nbytes=numbers,
+    seen=st.integers(-1, 2**63 - 1),
+)
+def test_control_frames_survive_their_encoding(
+    subscription: int,
+    topic: str,
+    keep: int | None,
+    messages: int,
+    nbytes: int,
+    seen: int,
+) -> None:
+    """What one side says is what the other one hears."""
+    for kind, value in (
+        (
+            wire.SUBSCRIBE,
+            [Subscribe(subscription, topic, keep, messages, nbytes, seen)],
+        ),
+        (wire.SUBSCRIBED, [Subscribed(subscription, messages, seen)]),
+        (wire.CREDIT, [Credit(subscription, messages, nbytes)]),
+        (wire.UNSUBSCRIBE, subscription),
+        (wire.BYE, topic),
+        (wire.ACCEPTS, [topic]),
+        (wire.WAITING, True),
+    ):
+        assert wire.decode(kind, memoryview(wire.encode(value))) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (wire.SUBSCRIBE, [[-1, "t", None, 1, 1]]),
+        (wire.SUBSCRIBE, [[1 << 32, "t", None, 1, 1]]),
+        (wire.SUBSCRIBE, [[1, "t", 0, 1, 1]]),
+        (wire.SUBSCRIBE, [[1, "t", 1 << 63, 1, 1]]),
+        (wire.SUBSCRIBE, [[1, "t", None, -1, 1]]),
+        (wire.SUBSCRIBE, [[1, 2, None, 1, 1]]),
+        (wire.SUBSCRIBED, [[1, -1, -1]]),
+        (wire.SUBSCRIBED, [[1, 1, -2]]),
+        (wire.CREDIT, [[1, 1]]),
+        (wire.UNSUBSCRIBE, 1 << 32),
+        (wire.WAITING, 1),
+    ],
+)
+def test_values_out_of_range_are_malformed(kind: int, value: object) -> None:
+    """Nothing that would fail later is let in."""
+    with pytest.raises(Malformed):
+        wire.decode(kind, memoryview(wire.encode(value)))
+
+
+@SETTINGS
+@given(kind=st.sampled_from(CONTROL), raw=st.binary(max_size=200))
+def test_random_control_frames_are_malformed_at_worst(kind: int, raw: bytes) -> None:
+    """Nothing but Malformed is raised."""
+    try:
+        wire.decode(kind, memoryview(raw))
+    except Malformed:
+        pass
+
+
+def test_deep_nesting_is_malformed() -> None:
+    """A frame cannot exhaust the stack."""
+    with pytest.raises(Malformed):
+        wire.decode(wire.ACCEPTS, memoryview(b"\x91" * 100_000))
+
+
+@SETTINGS
+@given(
+    messages=st.lists(
+        st.tuples(ids, st.integers(0, 2**64 - 1), st.floats(), st.binary(max_size=50))
+    )
+)
+def test_records_survive_a_batch(
+    messages: list[tuple[int, int, float, bytes]],
+) -> None:
+    """A batch is cut where it was joined."""
+    frame = b"".join(
+        wire.RECORD.pack(len(area), subscription, sequence, when) + area
+        for subscription, sequence, when, area in messages
+    )
+    got = list(wire.records(memoryview(b"head" + frame), 4))
+    for record, (subscription, sequence, when, area) in zip(got, messages, strict=True):
+        assert record[:2] == (subscription, sequence)
+        assert record[2] == when or math.isnan(when)
+        assert record[3] == area
+
+
+@SETTINGS
+@given(raw=st.binary(max_size=300))
+def test_random_batches_and_chunks_are_malformed_at_worst(raw: bytes) -> None:
+    """Nothing is read beyond the frame, and nothing but Malformed is raised."""
+    try:
+        total = sum(len(record[3]) for record in wire.records(memoryview(raw), 0))
+        assert total <= len(raw)
+    except Malformed:
+        pass
+    head = bytes(wire.HEADER_BYTES) + raw
+    try:
+        chunk = wire.parse_chunk(memoryview(head))
+        assert len(raw) == wire.CHUNK_HEAD.size
+        assert chunk.total >= 0
+    except Malformed:
+        assert len(raw) != wire.CHUNK_HEAD.size
+
+
+@SETTINGS
+@given(
+    kind=st.sampled_from((*CONTROL, wire.DATA, wire.CHUNK, wire.RECEIVED, 0, 99)),
+    flags=st.integers(0, 3),
+    number=st.integers(0, 40),
+    received=st.integers(0, 40),
+    content=st.binary(max_size=80),
+    body=st.binary(max_size=10),
+)
+def test_an_authenticated_peer_that_sends_nonsense_harms_nobody_else(
+    kind: int, flags: int, number: int, received: int, content: bytes, body: bytes
+) -> None:
+    """The session may end and begin anew; the member and its other peers go on."""
+    world = World("a", "b", "c")
+    for name in "bc":
+        world[name].subscribe("t")
+    world.settle()
+    head = wire.HEADER.pack(kind, flags, 0, number, received) + content
+    for _ in range(MALFORMED_LIMIT):
+        for conn in world.net.between(world["b"].link, world["a"].link):
+            conn.flight.append((head, body))
+        world.pump()
+    world.advance(1.0)
+    a = world["a"]
+    if not a.mesh.replaced:
+        assert "c" in a.peers()
+        assert a.session(world["c"]).stats.connections == 1
+        assert a.publish("t", b"x")
+        world.settle()
+        assert world["c"].payloads() == [b"x"]

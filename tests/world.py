@@ -1,0 +1,321 @@
+"""Members of a group on a scripted network, with one clock for all."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from scripted import ScriptedLink, ScriptedNet
+
+from mq.errors import MessagesLost
+from mq.frames import ALIGNMENT, Frames
+from mq.mesh.config import Config, Watch
+from mq.mesh.dial import Dial
+from mq.mesh.incoming import Subscription
+from mq.mesh.mesh import Mesh
+from mq.mesh.poller import Poller
+from mq.mesh.session import Session
+from mq.process import ProcessId
+
+CHUNK_BYTES = 256
+"""Body size of the scripted links."""
+HEADER_BYTES = ALIGNMENT
+"""Payloads up to this size are all header; the rest of larger ones is a buffer."""
+
+
+class Got(NamedTuple):
+    """What a member received."""
+
+    topic: str
+    sender: str
+    incarnation: str
+    sequence: int
+    payload: bytes
+
+
+class ScriptedWatch:
+    """A watch on a process of the world; what it says is `World.ended`."""
+
+    def __init__(self, world: World, pid: int, fd: int) -> None:
+        self._world = world
+        self._pid = pid
+        self._fd: int | None = fd
+        world.watches[fd] = pid
+
+    def ended(self) -> bool | None:
+        if self._pid in self._world.invisible:
+            return None
+        return self._pid in self._world.ended
+
+    def fileno(self) -> int | None:
+        return self._fd
+
+    def close(self) -> None:
+        if self._fd is not None:
+            del self._world.watches[self._fd]
+            self._fd = None
+
+
+class Member:
+    """One member: a mesh, its link, and what a driver would do for it."""
+
+    def __init__(self, world: World, name: str, config: Config) -> None:
+        self.world = world
+        self.name = name
+        self.incarnation = config.incarnation
+        self.pid = config.process.pid
+        self.stalled = False
+        self.fds: set[int] = set()
+        self.link = ScriptedLink(
+            world.net, config.addresses[0], chunk_bytes=world.chunk_bytes
+        )
+        self.link.open(world.poller, [], None)
+        self.taken: list[int] = []
+        self.mesh = Mesh(config, [self.link], take=self._take, clock=world.clock)
+        self.mesh.watch_added = self.fds.add
+        self.mesh.watch_removed = self.fds.discard
+
+    def _take(self, nbytes: int) -> memoryview:
+        self.taken.append(nbytes)
+        return memoryview(bytearray(b"\xaa" * nbytes))
+
+    def dial(self, other: Member) -> Dial:
+        """Dial a member whose record was found at the rendezvous."""
+        greetings = self.mesh.greetings
+        routes = greetings.routes(other.mesh.config.addresses, True)
+        dial = Dial(routes, incarnation=other.incarnation, name=other.name)
+        return greetings.start(dial)
+
+    def dial_blindly(self, address: str) -> Dial:
+        """Dial an address without knowing who is there."""
+        greetings = self.mesh.greetings
+        return greetings.start(Dial(greetings.routes([address], True)))
+
+    def poll(self) -> None:
+        """One turn of the driver."""
+        ended = [
+            fd
+            for fd in self.fds
+            if (pid := self.world.watches.get(fd)) in self.world.ended
+            and pid not in self.world.invisible
+        ]
+        self.mesh.poll(ended)
+
+    def session(self, other: Member) -> Session:
+        """The session with another member."""
+        return self.mesh.sessions[other.incarnation]
+
+    def peers(self) -> list[str]:
+        """Names of the peers that told their subscriptions."""
+        sessions = self.mesh.sessions.values()
+        return sorted(s.name for s in sessions if s.introduced)
+
+    # -- the application's calls ----------
+
+    def subscribe(
+        self,
+        topic: str,
+        keep: int | None = None,
+        depth: int = 1000,
+        window_bytes: int = 1 << 28,
+    ) -> Subscription:
+        mesh = self.mesh
+        subscription = mesh.subscriber.subscribe(
+            topic,
+            keep,
+            depth,
+            window_bytes,
+            False,
+            None,
+            mesh.publisher.topic(topic).stats,
+            list(mesh.sessions.values()),
+        )
+        mesh.pump(self.world.clock(), flush=True)
+        return subscription
+
+    def unsubscribe(self, topic: str) -> None:
+        self.mesh.subscriber.unsubscribe(topic, list(self.mesh.sessions.values()))
+        self.mesh.pump(self.world.clock(), flush=True)
+
+    def publish(self, name: str, payload: bytes, retain: bool = False) -> bool:
+        """Publish if there is credit; the payload's memory is wiped on return."""
+        mesh = self.mesh
+        topic = mesh.publisher.topic(name)
+        memory = bytearray(payload[HEADER_BYTES:])
+        buffers = (memoryview(memory),) if memory else ()
+        frames = Frames(payload[:HEADER_BYTES], buffers, len(payload), frozenset())
+        mesh.publisher.check(topic, frames)
+        if not topic.has_credit():
+            return False
+        message = mesh.publisher.publish(topic, frames, self.world.clock(), retain)
+        now = self.world.clock()
+        for feed in topic.feeds:
+            feed.session.pump(now)
+        mesh.publisher.release(message, list(mesh.sessions.values()))
+        memory[:] = b"\xee" * len(memory)
+        return True
+
+    def recv(self) -> Got | MessagesLost | None:
+        item = self.mesh.subscriber.take()
+        if item is None or isinstance(item, MessagesLost):
+            return item
+        peer = item.source.session.peer
+        return Got(
+            item.source.subscription.topic,
+            peer.name,
+            peer.incarnation,
+            item.sequence,
+            bytes(item.area),
+        )
+
+    def recv_all(self) -> list[Got | MessagesLost]:
+        return list(iter(self.recv, None))
+
+    def payloads(self) -> list[bytes]:
+        """Payloads of all that is in the inbox; notices of loss are not expected."""
+        items = self.recv_all()
+        assert not any(isinstance(item, MessagesLost) for item in items), items
+        return [item.payload for item in items if isinstance(item, Got)]
+
+    def newest(self, topic: str) -> int:
+        """Sequence of the last message this member published on a topic."""
+        return self.mesh.publisher.topic(topic).newest.sequence
+
+
+class World:
+    """Members, their network, their processes and their clock."""
+
+    def __init__(self, *names: str, **options: object) -> None:
+        self.net = ScriptedNet()
+        self.poller = Poller()
+        self.now = 1000.0
+        self.options = options
+        self.chunk_bytes = CHUNK_BYTES
+        self.members: dict[str, Member] = {}
+        self.ended: set[int] = set()
+        self.invisible: set[int] = set()
+        self.watches: dict[int, int] = {}
+        self._generations: dict[str, int] = {}
+        self._pids = itertools.count(100)
+        self._fds = itertools.count(5000)
+        self.poller.close()
+        for name in names:
+            self.join(name)
+        self.settle()
+
+    def clock(self) -> float:
+        return self.now
+
+    def __getitem__(self, name: str) -> Member:
+        return self.members[name]
+
+    def _watch(self, process: ProcessId) -> Watch | None:
+        return ScriptedWatch(self, process.pid, next(self._fds))
+
+    def config(self, key: str, **options: object) -> Config:
+        """A configuration for the next life of a name."""
+        generation = self._generations.get(key, 0) + 1
+        self._generations[key] = generation
+        pid = next(self._pids)
+        values: dict[str, object] = {
+            "group": "g",
+            "name": key,
+            "incarnation": f"{key}-{generation}",
+            "backend": "script",
+            "process": ProcessId("host", pid, "boot", 1, pid),
+            "since": self.now,
+            "generation": generation,
+            "addresses": [f"script://{key}-{generation}"],
+            "secret": b"secret",
+            "watch": self._watch,
+        }
+        return Config(**{**values, **self.options, **options})  # type: ignore[arg-type]
+
+    def add(self, key: str, **options: object) -> Member:
+        """Start a member that knows nobody; its name is `key`, unless an option."""
+        config = self.config(key, **options)
+        member = self.members[key] = Member(self, config.name, config)
+        return member
+
+    def join(self, key: str, **options: object) -> Member:
+        """Start a member that dials everyone who is there."""
+        others = [m for k, m in self.members.items() if k != key]
+        member = self.add(key, **options)
+        for other in others:
+            member.dial(other)
+        return member
+
+    # -- what happens ----------
+
+    def kill(self, name: str, *, visible: bool = True) -> Member:
+        """End a member's process; what it sent is still on its way."""
+        member = self.members.pop(name)
+        (self.ended if visible else self.invisible).add(member.pid)
+        self.net.links.pop(member.link.address, None)
+        for conn in list(member.link.conns):
+            conn.close()
+        return member
+
+    def leave(self, name: str) -> Member:
+        """A member closes, with little patience; its process goes on."""
+        member = self.members[name]
+        member.mesh.leave("left")
+        self.advance(0.5)
+        del self.members[name]
+        member.mesh.close()
+        return member
+
+    def stall(self, name: str) -> None:
+        """The member's process is not scheduled until `unstall`."""
+        self.members[name].stalled = True
+
+    def unstall(self, name: str) -> None:
+        self.members[name].stalled = False
+
+    def partition(self, one: str, other: str) -> None:
+        """Nothing moves between two members until `heal`; nobody is told."""
+        pair = (self[one].link.address, self[other].link.address)
+        self.net.separated.add(frozenset(pair))
+
+    def heal(self) -> None:
+        self.net.separated.clear()
+
+    def cut(self, one: str, other: str, lose_one: int = 0, lose_other: int = 0) -> None:
+        """Break the connections between two members and report it to both."""
+        for conn in self.net.between(self[one].link, self[other].link):
+            self.net.cut(conn, (lose_one, lose_other))
+
+    # -- time ----------
+
+    def running(self) -> list[Member]:
+        return [m for m in self.members.values() if not m.stalled]
+
+    def pump(self) -> None:
+        """Deliver and handle everything, until nothing moves; no time passes."""
+        for turn in range(10_000):
+            moved = self.net.deliver_all()
+            for member in self.running():
+                news = member.link.has_news()
+                if news or not turn or member.mesh.next_deadline() <= self.now:
+                    member.poll()
+                moved |= news
+            if not moved and not self.net.steps():
+                return
+        raise AssertionError("the members never come to rest")
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; everybody is polled when the mesh says so, no earlier."""
+        end = self.now + seconds
+        idle = 0
+        while True:
+            self.pump()
+            if self.now >= end:
+                return
+            due = min((m.mesh.next_deadline() for m in self.running()), default=end)
+            idle = idle + 1 if due <= self.now else 0
+            assert idle < 100, "next_deadline stays in the past"
+            self.now = min(max(due, self.now + 1e-4), end)
+
+    def settle(self) -> None:
+        """Let batches, answers and first dials come through."""
+        self.advance(0.05)
