@@ -15,7 +15,6 @@ import torch
 import mq
 from bench.peer import Metrics, Peer, Unusable
 from bench.rows import percentiles
-from mq.queue import MQ
 
 _BATCH = 256
 _DISCOUNT = 0.98
@@ -42,7 +41,7 @@ def _network() -> torch.nn.Sequential:
     )
 
 
-def _act(peer: Peer, queue: MQ, game: Any) -> None:
+def _act(peer: Peer, queue: mq.MQ, game: Any) -> None:
     queue.subscribe("weights", history=mq.keep_last(1), timeout=peer.remaining())
     queue.wait_for_subscribers("transition", 1, timeout=peer.remaining())
     network = _network()
@@ -70,7 +69,7 @@ def _act(peer: Peer, queue: MQ, game: Any) -> None:
     peer.meet()
 
 
-def _follow(queue: MQ, network: torch.nn.Sequential, timeout: float) -> float:
+def _follow(queue: mq.MQ, network: torch.nn.Sequential, timeout: float) -> float:
     """Take the newest weights, if there are any; when they were published, or 0."""
     born = 0.0
     try:
@@ -89,7 +88,7 @@ def _choose(network: torch.nn.Sequential, state: Any) -> int:
         return int(network(torch.from_numpy(state)).argmax())
 
 
-def _learn(peer: Peer, queue: MQ) -> Metrics:
+def _learn(peer: Peer, queue: mq.MQ) -> Metrics:
     queue.subscribe("transition", timeout=peer.remaining())
     network = _network()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)

@@ -6,14 +6,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
 
 import mq
 from bench.payloads import Payload
 from bench.peer import Peer
-
-if TYPE_CHECKING:
-    from mq.queue import MQ
 
 
 class Wire(ABC):
@@ -52,7 +48,7 @@ class MqWire(Wire):
         self._peer = peer
         hub = peer.rank == 0
         self._topic = "out" if hub else "in"
-        self._queue: MQ = mq.connect(
+        self._queue: mq.MQ = mq.connect(
             peer.cell.transport,
             group=peer.group,
             name=f"rank{peer.rank}",

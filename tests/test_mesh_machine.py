@@ -144,7 +144,10 @@ class MeshMachine(RuleBasedStateMachine):
 
         subscriber.subscribed = subscribed  # type: ignore[method-assign]
 
-    def _forget_readings(self, name: str) -> None:
+    def _gone(self, name: str) -> None:
+        """A member is no more; what it published last may be missing unseen."""
+        members = self.world.members.values()
+        self.inexact.update((member.incarnation, name) for member in members)
         for topic in TOPICS:
             self.readings.pop((name, topic), None)
 
@@ -272,7 +275,7 @@ class MeshMachine(RuleBasedStateMachine):
     def kill(self, name: str, visible: bool) -> None:
         if name in self.world.members:
             self.world.kill(name, visible=visible)
-            self._forget_readings(name)
+            self._gone(name)
 
     @rule(name=names)
     def join(self, name: str) -> None:
@@ -291,7 +294,7 @@ class MeshMachine(RuleBasedStateMachine):
     def leave(self, name: str) -> None:
         if self._running(name) is not None:
             self.world.leave(name)
-            self._forget_readings(name)
+            self._gone(name)
 
     @rule(one=names, other=names)
     def partition(self, one: str, other: str) -> None:
