@@ -32,7 +32,7 @@ class Interrupter:
         self.at = at
         self.opcodes = opcodes
         self.where = ""
-        self.visited: dict[tuple[CodeType, int], list[int]] = defaultdict(list)
+        self.visited: dict[tuple[CodeType, int, int], list[int]] = defaultdict(list)
         self._count = 0
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Trace | None:
@@ -45,12 +45,20 @@ class Interrupter:
         if event == ("opcode" if self.opcodes else "line"):
             self._count += 1
             if not self.at:
-                self.visited[frame.f_code, frame.f_lasti].append(self._count)
+                caller = self._caller(frame)
+                self.visited[frame.f_code, frame.f_lasti, caller].append(self._count)
             elif self._count == self.at:
                 name = frame.f_code.co_filename.rpartition("/")[2]
                 self.where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
                 raise KeyboardInterrupt
         return self._line
+
+    @staticmethod
+    def _caller(frame: FrameType) -> int:
+        """What is atomic must be so wherever it is used."""
+        if frame.f_code.co_filename.endswith("atomic.py") and frame.f_back is not None:
+            return hash((frame.f_back.f_code, frame.f_back.f_lineno))
+        return 0
 
     @contextmanager
     def armed(self) -> Iterator[None]:

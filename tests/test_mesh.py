@@ -413,7 +413,7 @@ def test_what_was_granted_to_a_forgotten_session_never_begins() -> None:
     world.unstall("a")
     world.advance(2.0)
     for member, other in ((a, b), (b, a)):
-        assert member.session(other).stats.malformed == 0
+        assert member.mesh.stats.malformed == 0
         assert member.publish("t", b"x")
         world.settle()
         assert other.payloads() == [b"x"]
@@ -431,6 +431,24 @@ def test_a_short_stall_is_no_reason_to_forget_anyone() -> None:
     for member in world.members.values():
         assert len(member.peers()) == 2
         assert member.mesh.stats.forgotten == 0
+
+
+def test_a_suspended_host_is_no_reason_either() -> None:
+    """All members slept for longer than peer_timeout: nobody is given up."""
+    world = World("a", "b", "c", peer_timeout=4.0)
+    world["b"].subscribe("t")
+    world.settle()
+    for name in "abc":
+        world.stall(name)
+    world.advance(60.0)
+    for name in "abc":
+        world.unstall(name)
+    world.advance(3.0)
+    for member in world.members.values():
+        assert member.mesh.stats.forgotten == 0
+    assert world["a"].publish("t", b"x")
+    world.settle()
+    assert world["b"].payloads() == [b"x"]
 
 
 def test_a_member_that_was_forgotten_comes_back_by_itself() -> None:

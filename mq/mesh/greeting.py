@@ -221,12 +221,8 @@ class Greetings(Dialling):
     def _is_duplicate(self, greeting: Greeting) -> bool:
         """Whether this member's own dial to that peer is the one that goes on.
 
-        Of two members that dial each other at once the one with the smaller
-        incarnation wins; but a session that was begun is not begun again.
+        Of two members that dial each other at once the smaller incarnation wins.
         """
-        known = self._mesh.sessions.get(greeting.incarnation)
-        if known is not None and known.dialler and known.conn is not None:
-            return not known.received
         if self._mesh.config.incarnation > greeting.incarnation:
             return False
         return any(

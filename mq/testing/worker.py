@@ -133,6 +133,8 @@ def process_main(channel: Connection, stacks: Connection, directory: str) -> Non
         directory: Where the library makes its rendezvous and its socket files.
     """
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
+    # Ignored where a shell started all this in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _use(directory)
     worker = Worker(channel)
     worker.loop()
