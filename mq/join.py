@@ -38,6 +38,8 @@ LOOK_SECONDS: Final = 0.25
 """How often a joiner looks again who is recorded, while it waits."""
 SPARE_DESCRIPTORS: Final = 32
 """File descriptors that must be free to connect."""
+IDLE_MEMORY_SECONDS: Final = 30.0
+"""How long message memory that nobody uses is kept for the next message."""
 DEFAULT_LEASE: Final = 20.0
 """Seconds a record lives without renewal where `peer_timeout` is None."""
 
@@ -52,6 +54,7 @@ class Joined:
     meeting: Rendezvous | None
     record: rendezvous.Record | None
     addresses: list[str]
+    pool: Pool
 
     def close(self) -> None:
         """Free everything; nothing is sent any more."""
@@ -72,10 +75,11 @@ class Joined:
 
     def upkeep(self) -> None:
         """Renew the lease, sweep the dead, greet who is new; never waits long."""
-        meeting, record = self.meeting, self.record
+        self.pool.trim(IDLE_MEMORY_SECONDS)
+        meeting, record, mesh = self.meeting, self.record, self.driver.mesh
         if meeting is None or record is None:
+            mesh.forgotten.clear()
             return
-        mesh = self.driver.mesh
         if not meeting.renew(record):
             mesh.replaced = mesh.replaced or f"another {record.name!r} took the name"
             mesh.changed += 1
@@ -135,7 +139,7 @@ def join(
             f"{settings.backend} queue {settings.name!r} of group {settings.group!r}"
         )
         driver = Driver(mesh, poller, where)
-        joined = Joined(driver, link, poller, meeting, None, addresses)
+        joined = Joined(driver, link, poller, meeting, None, addresses, pool)
         driver.upkeep = joined.upkeep
         driver.upkeep_seconds = _lease(settings) / 4
         driver.start()

@@ -10,6 +10,7 @@ a ROUTER cannot hang up on one of its peers.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -176,14 +177,14 @@ class ZmqConn(Conn):
         self._settle(not sent)
         return sent
 
+    @abstractmethod
     def _send(
         self, *parts: bytes | bytearray | memoryview, body: memoryview | None = None
-    ) -> bool:
-        raise NotImplementedError
+    ) -> bool: ...
 
+    @abstractmethod
     def _settle(self, refused: bool) -> None:
         """After a send, which may have used up the signal for something else."""
-        raise NotImplementedError
 
     def _read(self) -> tuple[bytes, int] | None:
         """Read a message up to its body; None: it was none for the mesh."""
