@@ -324,9 +324,21 @@ class Driver:
                 self._led_at = now
             else:
                 item = self._wait_for_item(timeout)
+            if type(item) is Entry and item[0].session.credit_due:
+                self._send_credit(item[0].session)
         if type(item) is MessagesLost:
             raise item
         return item  # type: ignore[return-value]
+
+    def _send_credit(self, session: Session) -> None:
+        """Tell a publisher at once that it may go on: it may be waiting for that."""
+        session.credit_due = False
+        try:
+            session.pump(time.monotonic())
+        except BaseException:
+            self.mesh.recover()
+            raise
+        self._nudge()
 
     def _wait_for_item(self, timeout: float | None) -> Entry | MessagesLost | None:
         deadline = None if timeout is None else time.monotonic() + timeout
