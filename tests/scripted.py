@@ -107,6 +107,8 @@ class ScriptedConn(Conn):
             self.broken = self.other.broken = True
             self.other.flight.clear()
             self.other.lost_due = True
+        if self.link.abrupt:
+            self.flight.clear()
 
 
 class ScriptedLink(Link):
@@ -115,6 +117,7 @@ class ScriptedLink(Link):
     Attributes:
         capacity: Messages that a connection takes before `try_send` refuses.
         pieces: In how many pieces each body arrives.
+        abrupt: Whether `Conn.close` throws away what is still in flight.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(reach="process")
@@ -125,6 +128,7 @@ class ScriptedLink(Link):
         self.chunk_bytes = chunk_bytes
         self.capacity = 1000
         self.pieces = 1
+        self.abrupt = False
         self.conns: dict[ScriptedConn, None] = {}
         self._events: deque[Event] = deque()
 

@@ -132,10 +132,12 @@ def run(interrupter: Interrupter) -> None:
     scenario.interrupter = interrupter
     received: dict[str, list[bytes]] = {"b": [], "c": [], "d": []}
     scenario.subscribe(b, "t", depth=3, window_bytes=4000)
+    scenario.subscribe(b, "k", keep=2)
     world.settle()
     world.join("d").subscribe("t", keep=1)
     world.settle()
     committed: list[bytes] = []
+    newest = [-1]
 
     def take(member: Member) -> bool:
         item = scenario.guard(member, member.recv)
@@ -143,6 +145,10 @@ def run(interrupter: Interrupter) -> None:
             return False
         assert not isinstance(item, MessagesLost), interrupter.where
         assert isinstance(item, Got)
+        if item.topic == "k":
+            assert item.sequence > newest[0], interrupter.where
+            newest[0] = item.sequence
+            return True
         assert item.sequence < len(committed), interrupter.where
         received[member.name].append(item.payload)
         return True
@@ -162,6 +168,9 @@ def run(interrupter: Interrupter) -> None:
             raise AssertionError(f"publish is stuck after {interrupter.where}")
         committed.append(payload)
         assert a.newest("t") == number
+        scenario.guard(a, partial(a.publish, "k", payload))
+        if number % 3 == 0:
+            world.settle()
     scenario.subscribe(b, "u")
     world.advance(1.0)
     for member in (b, c, world["d"]):
@@ -177,6 +186,7 @@ def run(interrupter: Interrupter) -> None:
     assert received["c"] == committed, where
     assert received["d"][-1] == committed[-1], where
     assert late.payloads() == [committed[4]], where
+    assert newest[0] == a.newest("k"), where
     check_all_works(world, scenario, where)
 
 
@@ -186,7 +196,7 @@ def check_all_works(world: World, scenario: Scenario, where: str) -> None:
     world.advance(1.0)
     a, b = world["a"], world["b"]
     assert b.mesh.subscriber.unconfirmed(b.mesh.subscriber.topics["u"]) == [], where
-    for number in range(8):
+    for number in range(4):
         assert a.publish("u", b"x"), where
         assert a.publish("t", b"%d" % number), where
         world.settle()
@@ -243,5 +253,5 @@ def test_an_interrupt_between_bytecodes_changes_nothing_either() -> None:
     """The same where a line does several things; a sample of the places."""
     found = points(opcodes=True)
     assert len(found) > 3000
-    for at in found[::40]:
+    for at in found[::60]:
         run(Interrupter(at, opcodes=True))

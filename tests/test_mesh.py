@@ -302,6 +302,22 @@ def test_bye_ends_a_session_at_once() -> None:
     assert not world["b"].mesh.greetings.dials
 
 
+def test_the_answer_to_bye_is_not_cut_off_by_a_close() -> None:
+    """Whoever is told BYE lets the leaver close, so the leaver never waits."""
+    world = World("a", "b")
+    for member in world.members.values():
+        member.link.abrupt = True
+        member.subscribe("t")
+    world.settle()
+    assert world["a"].publish("t", b"x")
+    world["a"].mesh.leave("done")
+    world.pump()
+    assert world["a"].mesh.has_left()
+    assert world["a"].mesh.stats.lost_connections == 0
+    world.advance(GREET_SECONDS + 1.0)
+    assert not world["b"].link.conns
+
+
 def test_a_member_that_leaves_begins_no_session() -> None:
     """It still resumes what it has, and refuses who is new."""
     world = World("a", "b")

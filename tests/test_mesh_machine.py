@@ -305,11 +305,18 @@ class MeshMachine(RuleBasedStateMachine):
     def heal(self) -> None:
         self.world.heal()
 
-    @rule(name=names, capacity=st.sampled_from((1, 3, 1000)), pieces=st.integers(1, 3))
-    def change_link(self, name: str, capacity: int, pieces: int) -> None:
+    @rule(
+        name=names,
+        capacity=st.sampled_from((1, 3, 1000)),
+        pieces=st.integers(1, 3),
+        abrupt=st.booleans(),
+    )
+    def change_link(
+        self, name: str, capacity: int, pieces: int, abrupt: bool = False
+    ) -> None:
         if name in self.world.members:
             link = self.world[name].link
-            link.capacity, link.pieces = capacity, pieces
+            link.capacity, link.pieces, link.abrupt = capacity, pieces, abrupt
             for conn in list(link.conns):
                 conn.report_writable()
 
