@@ -315,17 +315,26 @@ class Driver:
         with self.lock:
             if self.closing or self.mesh.replaced:
                 self._refuse()
-            item = self._subscriber.take()
-            if item is not None:
-                now = time.monotonic()
-                if now - self._polled_at > STALE_SECONDS:
-                    self._poll()
-                    self._nudge()
-                self._led_at = now
-            else:
-                item = self._wait_for_item(timeout)
-            if type(item) is Entry and item[0].session.credit_due:
-                self._send_credit(item[0].session)
+            item: Entry | MessagesLost | None = None
+            try:
+                item = self._subscriber.take()
+                if item is not None:
+                    now = time.monotonic()
+                    if now - self._polled_at > STALE_SECONDS:
+                        self._poll()
+                        self._nudge()
+                    self._led_at = now
+                else:
+                    item = self._wait_for_item(timeout)
+                if type(item) is Entry and item[0].session.credit_due:
+                    self._send_credit(item[0].session)
+            except BaseException:
+                self.mesh.recover()
+                if type(item) is Entry:
+                    self._subscriber.inbox.put_back(item)
+                elif item is not None:
+                    self._subscriber.inbox.fifo.appendleft(item)
+                raise
         if type(item) is MessagesLost:
             raise item
         return item  # type: ignore[return-value]
@@ -333,11 +342,7 @@ class Driver:
     def _send_credit(self, session: Session) -> None:
         """Tell a publisher at once that it may go on: it may be waiting for that."""
         session.credit_due = False
-        try:
-            session.pump(time.monotonic())
-        except BaseException:
-            self.mesh.recover()
-            raise
+        session.pump(time.monotonic())
         self._nudge()
 
     def _wait_for_item(self, timeout: float | None) -> Entry | MessagesLost | None:
