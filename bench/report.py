@@ -19,7 +19,8 @@ _NOTES = {
     "fanout": "One way to the last of three subscribers, as for latency.",
     "rate": "Delivered per second, one dictionary per message. raw: one message per "
     "frame, its payload by msgpack; the faster of PUSH/PULL and PUB/SUB (`:pubsub`), "
-    "which loses what its queue of 1000 cannot hold.",
+    "which loses what its queue of 1000 cannot hold. send and recv us: processor time "
+    "per message of the calling threads.",
     "fanin": "Delivered per second from three publishers.",
     "stream": "Received GB/s (10^9 bytes), back to back.",
     "mixed": "Half the round trip of 64-byte messages while large ones flow; raw sends "
@@ -34,6 +35,8 @@ _EXTRA = {
     "p90": "p90",
     "p99": "p99",
     "lost": "lost",
+    "send_us": "send us",
+    "recv_us": "recv us",
     "encode_us": "encode us",
     "decode_us": "decode us",
     "bulk_gb_per_s": "bulk GB/s",

@@ -108,7 +108,10 @@ def _answer(wire: Wire, count: int) -> None:
 
 
 def rate(peer: Peer) -> Metrics | None:
-    """Small dictionaries outwards, as fast as they go: delivered per second."""
+    """Small dictionaries outwards, as fast as they go: delivered per second.
+
+    With it the budget of a message: processor time of the two calling threads.
+    """
     return _flow(peer, "message", sender=peer.rank == 0)
 
 
@@ -135,33 +138,47 @@ def _flow(peer: Peer, kind: str, sender: bool) -> Metrics | None:
     senders = peer.spokes if kind == "batch" else 1
     lossy = peer.cell.transport.endswith(":pubsub")
     count, seconds, delivered, trial = (4 if nbytes >= _LARGE else 200), 0.0, 0, 0
+    lasting = False
     with open_wire(peer, quiet=1.0 if lossy else None) as wire:
         while True:
-            # Lengthened until it lasts: the trials before are its warm-up.
+            # Lengthened until it lasts, then repeated: a single pause of the machine
+            # would otherwise make a short trial pass for a long one.
             if sender:
-                _pour(wire, payload, count)
-                news = peer.meet()
+                news = peer.meet(_pour(wire, payload, count))
             else:
                 if not trial:
                     payloads.check(wire.recv(), kind, nbytes)
+                cpu = time.thread_time()
                 seconds, delivered = _drain(wire, count * senders - (not trial))
-                news = peer.meet((seconds, delivered))
-            seconds, delivered = next(heard for heard in news if heard)
-            if trial and (seconds >= budget / 2 or count >= _MOST):
+                cpu = time.thread_time() - cpu
+                news = peer.meet((seconds, delivered, cpu))
+            seconds, delivered, recv_cpu = next(n for n in news if isinstance(n, tuple))
+            send_cpu = sum(n for n in news if isinstance(n, float))
+            if lasting:
                 break
+            lasting = trial > 0 and (seconds >= budget / 2 or count >= _MOST)
             trial += 1
-            growth = 1.2 * budget / max(seconds, 1e-6)
-            count = min(_MOST, int(count * min(20.0, max(2.0, growth))))
+            if not lasting:
+                growth = 1.2 * budget / max(seconds, 1e-6)
+                count = min(_MOST, int(count * min(20.0, max(2.0, growth))))
     if sender:
         return None
     lost = count * senders - delivered
-    value = (delivered - 1) / seconds
-    return {"value": value, "lost": float(lost), "sent": float(count * senders)}
+    return {
+        "value": (delivered - 1) / seconds,
+        "lost": float(lost),
+        "sent": float(count * senders),
+        "send_us": 1e6 * send_cpu / (count * senders),
+        "recv_us": 1e6 * recv_cpu / delivered,
+    }
 
 
-def _pour(wire: Wire, payload: Payload, count: int) -> None:
+def _pour(wire: Wire, payload: Payload, count: int) -> float:
+    """Seconds of processor time that the sending thread took."""
+    start = time.thread_time()
     for _ in range(count):
         wire.send(payload)
+    return time.thread_time() - start
 
 
 def _drain(wire: Wire, expected: int) -> tuple[float, int]:
