@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -26,7 +27,6 @@ _PLAIN_NBYTES: Final = len(frames.PLAIN)
 _NOTHING: Final[frozenset[str]] = frozenset()
 _encode = packing.encode
 _leaves_only = packing.LEAVES.issuperset
-_new_tuple: Final = tuple.__new__
 
 
 def _refuse_extension(code: int, body: memoryview) -> Any:
@@ -41,7 +41,18 @@ def _may_hold_large_str(skeleton: bytes) -> bool:
     return False
 
 
-_decode_plain: Final = msgspec.msgpack.Decoder(ext_hook=_refuse_extension).decode
+_decode: Final = msgspec.msgpack.Decoder(ext_hook=_refuse_extension).decode
+
+
+def _decode_plain(area: memoryview) -> Any:
+    """The value of a plain message."""
+    value = _decode(area[_PLAIN_NBYTES:])
+    # A level takes a byte at least, and most messages are one dict of plain values.
+    if area.nbytes > ext.MAX_DEPTH and not (
+        type(value) is dict and _leaves_only(map(type, value.values()))
+    ):
+        check_depth(value)
+    return value
 
 
 class Codec:
@@ -85,19 +96,28 @@ class Codec:
         Raises:
             CodecError: A value cannot travel; says which, where, and the remedies.
         """
-        # Most messages are small dicts of plain values: those take one call of msgspec.
-        if (
-            type(payload) is dict
-            and _leaves_only(map(type, payload.values()))
-            and _leaves_only(map(type, payload))
+        if type(payload) is dict:
+            header = self.encode_plain(payload)
+            if header is not None:
+                return Frames(header, (), len(header), _NOTHING)
+        return self._pack(payload, topic, packing.LEAVES)
+
+    @staticmethod
+    def encode_plain(payload: dict[Any, Any]) -> bytes | None:
+        """The whole area of a dict of a few plain values; None: it is another one.
+
+        Most messages are such: they take one call of msgspec.
+        """
+        if _leaves_only(map(type, payload.values())) and _leaves_only(
+            map(type, payload)
         ):
             try:
                 header = frames.PLAIN + _encode(payload)
             except (OverflowError, UnicodeEncodeError):
-                return self._pack(payload, topic, packing.CAREFUL_LEAVES)
+                return None
             if len(header) < ext.LARGE:
-                return _new_tuple(Frames, (header, (), len(header), _NOTHING))
-        return self._pack(payload, topic, packing.LEAVES)
+                return header
+        return None
 
     def _pack(self, payload: Any, topic: str, leaves: frozenset[type]) -> Frames:
         packer = packing.Packer(self._allow_pickle, leaves)
@@ -129,6 +149,22 @@ class Codec:
             return Frames(header, (), len(header), _NOTHING)
         return frames.assemble(skeleton, tuple(packer.buffers), frozenset(packer.needs))
 
+    def decode_plain(self, areas: Sequence[memoryview]) -> list[Any]:
+        """Decode messages without buffers and extension types, as many as come first.
+
+        The first message that is another, or malformed, ends it: `decode` tells what is
+        the matter.
+        """
+        decoded = []
+        try:
+            for area in areas:
+                if area[:_PLAIN_NBYTES] != frames.PLAIN:
+                    break
+                decoded.append(_decode_plain(area))
+        except (CodecError, RecursionError, ValueError):
+            pass
+        return decoded
+
     def decode(self, area: memoryview, *, device: str | None = None) -> Any:
         """Decode a message that may come from anybody.
 
@@ -148,10 +184,7 @@ class Codec:
         """
         try:
             if area[:_PLAIN_NBYTES] == frames.PLAIN:
-                value = _decode_plain(area[_PLAIN_NBYTES:])
-                if area.nbytes > ext.MAX_DEPTH:
-                    check_depth(value)
-                return value
+                return _decode_plain(area)
             skeleton, buffers = frames.split(area)
             return Unpacker(buffers, self._allow_pickle, device).unpack(skeleton)
         except CodecError:

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Final
 from mq import safe_types
 
 if TYPE_CHECKING:
-    from mq.queue import MQ
+    from mq.blocking import BlockingQueue
 
 logger = logging.getLogger(__name__)
 
 EXIT_LINGER: Final = 5.0
 """Seconds that exit waits for messages to be delivered."""
 
-_open: set[MQ] = set()
+_open: set[BlockingQueue] = set()
 # Strong references: a queue whose last name is gone is still to be closed properly.
 _pid = 0
 
 
-def register(queue: MQ) -> None:
+def register(queue: BlockingQueue) -> None:
     """Close this queue at exit, unless it was closed before."""
     global _pid
     _open.add(queue)
@@ -41,7 +41,7 @@ def register(queue: MQ) -> None:
         util.Finalize(None, _close_all, exitpriority=100)
 
 
-def unregister(queue: MQ) -> None:
+def unregister(queue: BlockingQueue) -> None:
     """The queue is closed."""
     _open.discard(queue)
 
@@ -57,7 +57,7 @@ def _close_all() -> None:
         _close(queue)
 
 
-def _close(queue: MQ) -> None:
+def _close(queue: BlockingQueue) -> None:
     try:
         queue.close(EXIT_LINGER)
     except Exception:

@@ -67,7 +67,7 @@ class Joined:
 
     def abandon(self) -> None:
         """In a forked child: close inherited descriptors, touch nothing else."""
-        self.driver.forked = True
+        self.driver.abandon()
         self.link.abandon()
         if self.meeting is not None:
             self.meeting.abandon()
@@ -81,8 +81,7 @@ class Joined:
             mesh.forgotten.clear()
             return
         if not meeting.renew(record):
-            mesh.replaced = mesh.replaced or f"another {record.name!r} took the name"
-            mesh.changed += 1
+            mesh.replace(f"another {record.name!r} took the name")
             self.driver.poller.wake()
         while mesh.forgotten:
             peer = mesh.forgotten.pop()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mq.mesh.mesh import Mesh
 
 
 @dataclass(slots=True)
@@ -75,8 +78,24 @@ class MeshStats:
     refused: int = 0
     forgotten: int = 0
     lost_connections: int = 0
-    topics: dict[str, TopicStats] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain nested dictionaries."""
-        return asdict(self)
+
+def of_mesh(mesh: Mesh) -> dict[str, Any]:
+    """The counters of a member, as plain dictionaries; the lock is held."""
+    inbox = mesh.subscriber.inbox
+    inbox.settle()
+    topics = {}
+    for name, topic in mesh.publisher.topics.items():
+        topic.stats.published = topic.newest + 1
+        topic.stats.published_bytes = topic.total()
+        if topic.stats != TopicStats() or topic.feeds:
+            queued = {feed.session.name: feed.queued() for feed in topic.feeds}
+            topics[name] = {**asdict(topic.stats), "queued": queued}
+    whole = asdict(mesh.stats)
+    whole["malformed"] += sum(link.malformed for link in mesh.links)
+    return {
+        "topics": topics,
+        "peers": {s.name: asdict(s.stats) for s in mesh.sessions.values()},
+        "mesh": whole,
+        "inbox": len(inbox),
+    }

@@ -143,8 +143,14 @@ def _frames() -> list[tuple[bytes, bytes]]:
     message = bytes(40)
     huge = 1 << 40
     return [
-        (frame(wire.DATA, wire.RECORD.pack(40, 1, 0, 0.0) + message), b""),
-        (frame(wire.DATA, wire.RECORD.pack(1 << 31, 1, 0, 0.0) + message), b""),
+        (
+            frame(
+                wire.DATA,
+                wire.pack_run(1, 0, [0.0], [message])[0] + bytes(12) + message,
+            ),
+            b"",
+        ),
+        (frame(wire.DATA, wire.RUN.pack(1, 1 << 31, 0) + message), b""),
         (frame(wire.CHUNK, wire.CHUNK_HEAD.pack(1, 0, 0, 0.0, 4096, 0)), bytes(4096)),
         (frame(wire.CHUNK, wire.CHUNK_HEAD.pack(1, 0, 0, 0.0, huge, 0)), bytes(4096)),
         (frame(wire.CHUNK, wire.CHUNK_HEAD.pack(1, 0, 0, 0.0, 99, huge)), bytes(MIB)),

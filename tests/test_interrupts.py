@@ -214,7 +214,9 @@ def check_all_works(world: World, scenario: Scenario, where: str) -> None:
         assert set(member.link.conns) == set(member.mesh.conns), where
         for session in member.mesh.sessions.values():
             assert not session.frames, where
-            assert all(not f.queue and not f.progress for f in session.feeds.values())
+            assert all(
+                not f.queued() and not f.progress for f in session.feeds.values()
+            )
     world.leave("b")
     world.advance(1.0)
     assert a.peers() == ["c", "d", "e"], where

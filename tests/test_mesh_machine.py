@@ -404,7 +404,7 @@ class MeshMachine(RuleBasedStateMachine):
             for session in mesh.sessions.values():
                 assert not session.frames
                 for feed in session.feeds.values():
-                    assert not feed.queue
+                    assert not feed.queued()
                     assert feed.progress is None
                     assert feed in feed.topic.feeds
             for topic in mesh.publisher.topics.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -99,43 +100,54 @@ def test_deep_nesting_is_malformed() -> None:
         wire.decode(wire.ACCEPTS, memoryview(b"\x91" * 100_000))
 
 
-@SETTINGS
-@given(
-    messages=st.lists(
-        st.tuples(ids, st.integers(0, 2**64 - 1), st.floats(), st.binary(max_size=50))
-    )
+runs = st.tuples(
+    ids,
+    st.integers(0, 2**64 - 1),
+    st.lists(st.tuples(st.floats(), st.binary(max_size=50)), min_size=1),
 )
-def test_records_survive_a_batch(
-    messages: list[tuple[int, int, float, bytes]],
+
+
+@SETTINGS
+@given(sent=st.lists(runs))
+def test_runs_survive_a_batch(
+    sent: list[tuple[int, int, list[tuple[float, bytes]]]],
 ) -> None:
     """A batch is cut where it was joined."""
-    frame = b"".join(
-        wire.RECORD.pack(len(area), subscription, sequence, when) + area
-        for subscription, sequence, when, area in messages
-    )
-    got = list(wire.records(memoryview(b"head" + frame), 4))
-    for record, (subscription, sequence, when, area) in zip(got, messages, strict=True):
-        assert record[:2] == (subscription, sequence)
-        assert record[2] == when or math.isnan(when)
-        assert record[3] == area
+    frame = b"head"
+    for subscription, first, messages in sent:
+        times, areas = zip(*messages, strict=True)
+        frame += b"".join(wire.pack_run(subscription, first, times, areas))
+    got = list(wire.runs(memoryview(frame), 4))
+    for run, (subscription, first, messages) in zip(got, sent, strict=True):
+        assert run[:2] == (subscription, first)
+        assert [area for _, area in messages] == run[3]
+        for one, (other, _) in zip(run[2], messages, strict=True):
+            assert one == other or (math.isnan(one) and math.isnan(other))
 
 
 @SETTINGS
-@given(raw=st.binary(max_size=300))
-def test_random_batches_and_chunks_are_malformed_at_worst(raw: bytes) -> None:
+@given(
+    raw=st.binary(max_size=300),
+    head=st.tuples(ids, st.integers(0, 40), st.integers(0, 300)),
+)
+def test_random_batches_and_chunks_are_malformed_at_worst(
+    raw: bytes, head: tuple[int, int, int]
+) -> None:
     """Nothing is read beyond the frame, and nothing but Malformed is raised."""
-    try:
-        total = sum(len(record[3]) for record in wire.records(memoryview(raw), 0))
-        assert total <= len(raw)
-    except Malformed:
-        pass
-    head = bytes(wire.HEADER_BYTES) + raw
-    try:
-        chunk = wire.parse_chunk(memoryview(head))
-        assert len(raw) == wire.CHUNK_HEAD.size
-        assert chunk.total >= 0
-    except Malformed:
-        assert len(raw) != wire.CHUNK_HEAD.size
+    subscription, count, size = head
+    for batch in (raw, wire.RUN.pack(subscription, count, 0) + raw):
+        with suppress(Malformed):
+            found = [area for run in wire.runs(memoryview(batch), 0) for area in run[3]]
+            assert sum(map(len, found)) <= len(batch)
+    start = bytes(wire.HEADER_BYTES)
+    with suppress(Malformed):
+        assert len(wire.parse_chunk(memoryview(start + raw)).part) <= len(raw)
+    announced = start + wire.CHUNK_HEAD.pack(subscription, size, 0, 0.0, 9, 0)
+    if len(raw) == size:
+        assert wire.parse_chunk(memoryview(announced + raw)).part == raw
+    else:
+        with pytest.raises(Malformed):
+            wire.parse_chunk(memoryview(announced + raw))
 
 
 @SETTINGS

@@ -144,15 +144,16 @@ class Member:
         memory = bytearray(payload[HEADER_BYTES:])
         buffers = (memoryview(memory),) if memory else ()
         frames = Frames(payload[:HEADER_BYTES], buffers, len(payload), frozenset())
+        now = self.world.clock()
         mesh.publisher.check(topic, frames)
+        if not (buffers or retain) and topic.pass_gate(now, payload):
+            return True
         if not topic.has_credit():
             return False
-        message = mesh.publisher.publish(topic, frames, self.world.clock(), retain)
-        now = self.world.clock()
-        for feed in topic.feeds:
-            feed.session.pump(now)
-        mesh.publisher.release(message, list(mesh.sessions.values()))
+        message = mesh.publisher.publish(topic, frames, now, retain, now)
+        mesh.publisher.release(topic, message, list(mesh.sessions.values()))
         memory[:] = b"\xee" * len(memory)
+        topic.open_gate(now, now)
         return True
 
     def recv(self) -> Got | MessagesLost | None:
@@ -179,7 +180,7 @@ class Member:
 
     def newest(self, topic: str) -> int:
         """Sequence of the last message this member published on a topic."""
-        return self.mesh.publisher.topic(topic).newest.sequence
+        return self.mesh.publisher.topic(topic).newest
 
 
 class World:

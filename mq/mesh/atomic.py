@@ -7,7 +7,7 @@ what must happen as a whole is arranged to be appending to deques, and done by o
 from __future__ import annotations
 
 from collections import deque
-from itertools import repeat
+from operator import methodcaller
 from typing import Any
 
 _consume = deque[None](maxlen=0).extend
@@ -15,9 +15,9 @@ _append = deque.append
 _extend: Any = deque.extend
 
 
-def append_to_all(queues: tuple[deque[Any], ...], item: object) -> None:
+def append_to_all(queues: tuple[deque[Any] | list[Any], ...], item: object) -> None:
     """Append one item to every queue, in one step."""
-    _consume(map(_append, queues, repeat(item)))
+    _consume(map(methodcaller("append", item), queues))
 
 
 def append_each(queues: tuple[deque[Any], ...], items: tuple[object, ...]) -> None:

@@ -1,23 +1,16 @@
-"""Runs a mesh: who polls, who waits, and the blocking calls on top.
-
-One thread leads at a time. A blocking call takes the lead and polls the engine in its
-own thread, so the hot path has no thread hop; other callers follow on a condition. When
-no call has led for `IDLE_SECONDS`, the keeper thread leads and does everything. All
-protocol code runs under one lock, which is free while the leader sleeps in the poller,
-so `publish` sends from its own thread at any time.
-"""
+"""The calls that the queue's methods make: they wait, under the lead's rules."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from mq.errors import Closed, ForkedProcess, MessagesLost, PublishTimeout
+from mq.errors import PublishTimeout
 from mq.mesh import wire
-from mq.mesh.incoming import Entry
+from mq.mesh.large import INLINE_BYTES
+from mq.mesh.lead import Lead
 from mq.mesh.mesh import Mesh
 from mq.mesh.outgoing import Feed, Outgoing, Topic
 from mq.mesh.poller import Poller
@@ -28,17 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS: Final = 0.02
-"""How long the lead stays free for the next call before the keeper takes it."""
-CALM_SECONDS: Final = 0.25
-"""After so long in one wait of a leader, the keeper sleeps until the wait ends."""
 STALE_SECONDS: Final = 0.005
 """`recv` polls at least this often, even while its inbox is full."""
 COMPLAIN_SECONDS: Final = 5.0
 """After which a waiting `publish` logs whom it waits for; then each minute."""
 COPY_BYTES_PER_SECOND: Final = 2e9
 """Assumed speed of copying a large message aside; see `_stream`."""
-_KEEPER: Final = -1
 
 
 def check_timeout(timeout: float | None) -> None:
@@ -47,215 +35,15 @@ def check_timeout(timeout: float | None) -> None:
         raise ValueError(f"timeout is {timeout} s; give 0 or more, or None to wait")
 
 
-class Driver:
-    """One mesh, its lock, its keeper thread, and the calls that wait."""
+class Driver(Lead):
+    """The blocking calls on a mesh; any thread may make them."""
 
     def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
-        self.mesh = mesh
-        self.poller = poller
-        self.lock = threading.Lock()
-        self.closing = False
-        self.forked = False
-        self._where = where
+        super().__init__(mesh, poller, where)
         self._publisher = mesh.publisher
         self._subscriber = mesh.subscriber
-        self._changes = threading.Condition(self.lock)
-        self._followers = 0
-        self._leader: int | None = None
-        self._asleep_until = 0.0
-        self._asleep_since = 0.0
-        self._hurry = False
-        self._led_at = 0.0
-        self._polled_at = 0.0
-        self._doze = threading.Condition(self.lock)
-        self._dozing_long = False
-        self._ready: list[int] = []
-        self._seen = 0
-        self._stop = False
-        self._listeners: list[Callable[[], None]] = []
-        mesh.watch_added = poller.register
-        mesh.watch_removed = poller.unregister
-        self.upkeep: Callable[[], None] = lambda: None
-        self.upkeep_seconds = 1.0
-        self._upkeep_at = 0.0
-        self._keeper = threading.Thread(
-            target=self._keep, name="mq-keeper", daemon=True
-        )
-
-    def start(self) -> None:
-        """Start the keeper."""
-        self._keeper.start()
-
-    def stop(self) -> None:
-        """End the keeper and wait for it."""
-        with self.lock:
-            self._stop = True
-            self._doze.notify_all()
-        self.poller.wake()
-        if threading.current_thread() is not self._keeper:
-            self._keeper.join(5.0)
-
-    # -- the lead ----------
-
-    def _poll(self, flush: bool = False, until_message: bool = False) -> None:
-        """Let the mesh work; the lock is held."""
-        ready, self._ready = self._ready, []
-        mesh = self.mesh
-        try:
-            mesh.poll(ready, flush=flush, until_message=until_message)
-        except BaseException:
-            mesh.recover()
-            raise
-        finally:
-            self._polled_at = time.monotonic()
-            if mesh.changed != self._seen:
-                self._seen = mesh.changed
-                if self._followers:
-                    self._changes.notify_all()
-                for listener in self._listeners:
-                    listener()
-
-    def _sleep(self, deadline: float | None) -> bool:
-        """Wait until something may have changed; the lock is held before and after.
-
-        Returns:
-            False if the deadline has passed.
-        """
-        now = time.monotonic()
-        if deadline is not None and now >= deadline:
-            return False
-        me = threading.get_ident()
-        if self._leader in (None, _KEEPER, me):
-            # A keeper that leads sleeps on, and dozes when the next event wakes it.
-            self._leader = me
-            until = self.mesh.next_deadline()
-            if deadline is not None:
-                until = min(until, deadline)
-            self._wait_for_events(until, now, me)
-        else:
-            self._followers += 1
-            try:
-                self._changes.wait(None if deadline is None else deadline - now)
-            finally:
-                self._followers -= 1
-        return True
-
-    def _wait_for_events(self, until: float, now: float, me: int) -> None:
-        self._asleep_until = until
-        self._asleep_since = now
-        ready: list[int] = []
-        self.lock.release()
-        try:
-            ready = self.poller.wait(max(0.0, until - now))
-        finally:
-            self.lock.acquire()
-            if self._leader == me:
-                self._asleep_until = 0.0
-                self._ready = ready
-            else:
-                # A call took the lead meanwhile; this wake-up was meant for it.
-                self.poller.wake()
-
-    def _leave(self) -> None:
-        """A call ends; the lead stays free for the next one. The lock is held."""
-        if self._leader == threading.get_ident():
-            self._leader = None
-            self._led_at = time.monotonic()
-            if self._followers:
-                self._changes.notify_all()
-            if self._dozing_long or self._listeners:
-                self._doze.notify_all()
-        elif self.mesh.next_deadline() < self._asleep_until:
-            self.poller.wake()  # what this call left unfinished is the leader's
-
-    def _keep(self) -> None:
-        with self.lock:
-            while not self._stop:
-                self._run_upkeep()
-                now = time.monotonic()
-                if self._leader is not None and self._leader != _KEEPER:
-                    # Short naps while calls come and go: then nobody has to wake us.
-                    calm = now - self._asleep_since > CALM_SECONDS
-                    nap = min(1.0, self.upkeep_seconds) if calm else IDLE_SECONDS
-                    self._doze_for(nap, long=calm)
-                    continue
-                idle = now - self._led_at
-                if idle < IDLE_SECONDS and not (self._listeners or self._hurry):
-                    self._doze_for(IDLE_SECONDS - idle, long=False)
-                    continue
-                self._hurry = False
-                self._leader = _KEEPER
-                try:
-                    self._poll()
-                    now = time.monotonic()
-                    if not self._stop:
-                        until = self.mesh.next_deadline()
-                        self._wait_for_events(until, now, _KEEPER)
-                except Exception:
-                    logger.exception("the keeper of %s failed; it goes on", self._where)
-                    self._doze_for(IDLE_SECONDS, long=False)
-
-    def _run_upkeep(self) -> None:
-        """Look after the rendezvous now and then, without the lock."""
-        now = time.monotonic()
-        if now < self._upkeep_at or self.closing:
-            return
-        self._upkeep_at = now + self.upkeep_seconds
-        self.lock.release()
-        try:
-            self.upkeep()
-        except Exception:
-            if not self.closing:
-                logger.exception("the upkeep of %s failed; it goes on", self._where)
-        finally:
-            self.lock.acquire()
-
-    def _doze_for(self, seconds: float, *, long: bool) -> None:
-        self._dozing_long = long
-        self._doze.wait(seconds)
-        self._dozing_long = False
-
-    def _nudge(self) -> None:
-        """After sending outside of the lead: keep the sleeping leader up to date."""
-        if self._leader is None:
-            if self._dozing_long:
-                self._doze.notify_all()
-            return
-        if self._leader != threading.get_ident():
-            # The engine may have taken in, while sending, what would have woken it.
-            before = self.mesh.changed
-            self._poll()
-            if (
-                self.mesh.changed != before
-                or self.mesh.next_deadline() < self._asleep_until
-            ):
-                self.poller.wake()
-
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, under the lock, whenever something changed."""
-        with self.lock:
-            self._listeners.append(listener)
-            self._doze.notify_all()
-
-    def unlisten(self, listener: Callable[[], None]) -> None:
-        """Undo `listen`."""
-        with self.lock:
-            self._listeners.remove(listener)
-
-    # -- state ----------
-
-    def check(self) -> None:
-        """Raises: Closed, ForkedProcess, if the queue cannot be used any more."""
-        if self.closing or self.mesh.replaced or self.forked:
-            self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        if self.forked:
-            raise ForkedProcess(
-                f"{self._where} was connected before this process was forked; connect "
-                "in the child, or start children with 'spawn' or 'forkserver'"
-            )
-        raise Closed(f"{self._where} is closed: {self.mesh.replaced or 'close()'}")
+        self._inbox = mesh.subscriber.inbox
+        self._topics = mesh.publisher.topics
 
     def wait_until(self, reached: Callable[[], bool], timeout: float | None) -> bool:
         """Wait for something to become true.
@@ -301,51 +89,81 @@ class Driver:
 
     # -- recv ----------
 
-    def take(self, timeout: float | None) -> Entry | None:
-        """The next entry of the inbox; None if none came in time.
+    def pop(self) -> Any:
+        """A message that is ready, or None: then `take` knows more. Never waits."""
+        if len(self._inbox.ready) < 2:
+            return None
+        found = None
+        try:
+            with self.lock:
+                ready = self._inbox.ready
+                if len(ready) > 1:
+                    found = ready[0]
+                    ready.popleft()
+            return found
+        except BaseException:
+            with self.lock:
+                if found is not None and not (ready and ready[0] is found):
+                    if ready is self._inbox.ready:
+                        ready.appendleft(found)
+                    else:
+                        self._inbox.put_back(found)
+            raise
+
+    def take(self, timeout: float | None) -> Any:
+        """What `Inbox.take` returns next; None if nothing came in time.
 
         Raises:
             Closed: The queue is closed.
-            MessagesLost: A publisher had given this member up.
         """
         if self.closing or self.forked:
             self._refuse()
-        if timeout is not None and not timeout >= 0:
+        if timeout is not None:
             check_timeout(timeout)
-        with self.lock:
-            if self.closing or self.mesh.replaced:
-                self._refuse()
-            item: Entry | MessagesLost | None = None
-            try:
-                item = self._subscriber.take()
-                if item is not None:
-                    now = time.monotonic()
-                    if now - self._polled_at > STALE_SECONDS:
-                        self._poll()
-                        self._nudge()
-                    self._led_at = now
-                else:
-                    item = self._wait_for_item(timeout)
-                if type(item) is Entry and item[0].session.credit_due:
-                    self._send_credit(item[0].session)
-            except BaseException:
-                self.mesh.recover()
-                if type(item) is Entry:
-                    self._subscriber.inbox.put_back(item)
-                elif item is not None:
-                    self._subscriber.inbox.fifo.appendleft(item)
-                raise
-        if type(item) is MessagesLost:
-            raise item
-        return item  # type: ignore[return-value]
+        item = None
+        try:
+            with self.lock:
+                if self.closing or self.mesh.replaced:
+                    self._refuse()
+                try:
+                    item = self._take_now(timeout)
+                    self._inbox.hand_over()
+                except BaseException:
+                    if not self._inbox.undo_take() and item is not None:
+                        self._inbox.put_back(item)
+                    item = None
+                    self.mesh.recover()
+                    raise
+            return item
+        except BaseException:
+            if item is not None:
+                self.put_back(item)
+            raise
 
-    def _send_credit(self, session: Session) -> None:
-        """Tell a publisher at once that it may go on: it may be waiting for that."""
-        session.credit_due = False
-        session.pump(time.monotonic())
+    def _take_now(self, timeout: float | None) -> Any:
+        subscriber = self._subscriber
+        item = subscriber.take()
+        if item is None:
+            item = self._wait_for_item(timeout)
+        else:
+            now = time.monotonic()
+            if now - self._polled_at > STALE_SECONDS:
+                self._poll()
+                self._nudge()
+            self._led_at = now
+        if subscriber.owed:
+            self._send_credit()
+        return item
+
+    def _send_credit(self) -> None:
+        """Tell publishers at once that they may go on: they may be waiting for that."""
+        owed = self._subscriber.owed
+        now = time.monotonic()
+        while owed:
+            owed.pop().pump(now)
         self._nudge()
 
-    def _wait_for_item(self, timeout: float | None) -> Entry | MessagesLost | None:
+    def _wait_for_item(self, timeout: float | None) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             flush = True
@@ -365,18 +183,30 @@ class Driver:
         finally:
             self._leave()
 
-    def put_back(self, entry: Entry) -> None:
+    def put_back(self, item: Any) -> None:
         """Undo `take` of a call that was interrupted."""
         with self.lock:
-            self._subscriber.inbox.put_back(entry)
+            self._inbox.put_back(item)
 
     # -- publish ----------
+
+    def join(self, name: str, data: bytes) -> bool:
+        """Commit a small message that only joins batches that are held.
+
+        Returns:
+            False where there is more to do, or nobody to ask: then `publish` does it.
+        """
+        topic = self._topics.get(name)
+        if topic is None:
+            return False
+        published_at = time.time()
+        with self.lock:
+            return topic.pass_gate(published_at, data)
 
     def publish(
         self,
         name: str,
         frames: Frames,
-        *,
         retain: bool,
         urgent: bool,
         timeout: float | None,
@@ -394,74 +224,77 @@ class Driver:
         Raises:
             PublishTimeout, MessageTooLarge, CodecError, Closed: Nobody got it.
         """
-        if self.closing or self.forked:
-            self._refuse()
-        if timeout is not None and not timeout >= 0:
-            check_timeout(timeout)
         with self.lock:
-            if self.closing or self.mesh.replaced:
+            if self.closing or self.forked or self.mesh.replaced:
                 self._refuse()
+            if timeout is not None:
+                check_timeout(timeout)
             publisher = self._publisher
-            topic = publisher.topics.get(name) or publisher.topic(name)
+            topic = self._topics.get(name) or publisher.topic(name)
             if frames.nbytes > topic.limit_message or frames.needs:
                 publisher.check(topic, frames)
             if not topic.has_credit():
                 if timeout == 0 and not stream:
                     return False
                 self._wait_for_credit(topic, frames, timeout)
-            message: Outgoing | None = None
-            try:
-                message = publisher.publish(topic, frames, time.time(), retain)
-                pumped = False
-                for feed in topic.feeds:
-                    session = feed.session
-                    if urgent or not session.holds_batch():
-                        pumped = True
-                        session.pump(time.monotonic(), urgent)
-            except BaseException:
-                self.mesh.recover()
-                if message is not None:
-                    self._release(message, topic)
-                raise
-            if message.data is None:
-                self._stream(message, topic, stream)
-            if pumped:
-                self._after_publish(topic)
+            self._commit(topic, frames, retain, urgent, stream)
         return True
 
-    def _after_publish(self, topic: Topic) -> None:
-        if self._leader is not None:
-            self._nudge()
-            return
-        for feed in topic.feeds:
-            batch_at = feed.session.batch_at
-            if batch_at is not None:
-                # Nobody would send it in time, unless the keeper leads at once.
-                self._hurry = True
-                self._doze.notify_all()
-                return
+    def _commit(
+        self,
+        topic: Topic,
+        frames: Frames,
+        retain: bool,
+        urgent: bool,
+        stream: bool,
+    ) -> None:
+        published_at = time.time()
+        message: Outgoing | None = None
+        held_until: float | None = None
+        try:
+            now = time.monotonic()
+            message = self._publisher.publish(
+                topic, frames, published_at, retain, now, urgent
+            )
+            for feed in topic.feeds:
+                if feed.session.batch_at is not None:
+                    held_until = feed.session.batch_at
+        except BaseException:
+            self.mesh.recover()
+            if message is not None:
+                self._release(topic, message)
+            raise
+        if frames.nbytes > INLINE_BYTES:
+            self._stream(topic, message, stream)
+            now = time.monotonic()
+        self._sent(now, held_until)
+        if held_until is not None:
+            topic.open_gate(now, published_at)
 
-    def _release(self, message: Outgoing, topic: Topic) -> None:
-        self._publisher.release(message, list(self.mesh.sessions.values()))
+    def _release(self, topic: Topic, message: Outgoing) -> None:
+        sessions = list(self.mesh.sessions.values())
+        self._publisher.release(topic, message, sessions)
 
-    def _stream(self, message: Outgoing, topic: Topic, wait: bool) -> None:
+    def _stream(self, topic: Topic, message: Outgoing, wait: bool) -> None:
         """Send a large message as the wire takes it; copy the rest aside.
 
         Memory for a few chunks serves the whole message that way. Waiting for the wire
         costs at most about as long as copying the rest would, so the sum is never more
         than twice the better of the two.
         """
-        budget = 0.002 + message.nbytes / COPY_BYTES_PER_SECOND
+        budget = 0.002 + len(message.data) / COPY_BYTES_PER_SECOND
         deadline = time.monotonic() + (budget if wait else 0.0)
         sessions = [feed.session for feed in topic.feeds]
         try:
-            while any(s.conn is not None and s.unsent(message) for s in sessions):
+            while any(
+                s.conn is not None and s.unsent(topic, message) for s in sessions
+            ):
                 if not self._sleep(deadline):
                     break
                 self._poll()
-                self._publisher.free_received(message, sessions)
+                self._publisher.free_received(topic, message, sessions)
         finally:
-            self._release(message, topic)
+            self._release(topic, message)
             self._leave()
 
     def _wait_for_credit(

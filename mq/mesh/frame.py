@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mq.mesh.outgoing import Feed, Outgoing
+from mq.mesh.large import Large
+from mq.mesh.outgoing import Feed
 
 
 class Frame:
@@ -10,8 +11,8 @@ class Frame:
 
     Attributes:
         parts: What follows the header in the head.
-        completes: Subscriptions and the last message of each that this frame completes.
-        message, chunk: The large message and the index of its chunk that is the body.
+        completes: Subscriptions, and the last message of each that the frame completes.
+        large, chunk: A large message, and the index of its chunk in the frame.
     """
 
     __slots__ = (
@@ -19,7 +20,7 @@ class Frame:
         "completes",
         "flags",
         "kind",
-        "message",
+        "large",
         "number",
         "parts",
         "sent_before",
@@ -32,7 +33,7 @@ class Frame:
         parts: list[bytes],
         flags: int = 0,
         completes: list[tuple[Feed, int]] | None = None,
-        message: Outgoing | None = None,
+        large: Large | None = None,
         chunk: int = 0,
     ) -> None:
         self.kind = kind
@@ -40,6 +41,6 @@ class Frame:
         self.parts = parts
         self.flags = flags
         self.completes = completes
-        self.message = message
+        self.large = large
         self.chunk = chunk
         self.sent_before = False

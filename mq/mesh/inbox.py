@@ -1,89 +1,226 @@
-"""The inbox of `recv`: what has arrived, from all publishers on all topics."""
+"""The inbox of `recv`: what has arrived, from all publishers on all topics.
+
+Small messages wait in the runs in which they arrived, and are decoded several at once.
+What is decoded, and how much of its run `recv` has taken, is one fact: the products
+that are left. So nothing needs be done for a message but to pop its product; credit and
+counters follow when the last one is taken, or when somebody asks.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
-from mq.errors import MessagesLost
-from mq.mesh.incoming import Entry, Item, Source, Subscription
+from mq.mesh.incoming import Entry, Item, Returned, Run, Source, Subscription
+
+AHEAD_BYTES: Final = 32 * 1024
+"""How much is decoded ahead at most."""
+Prepare = Callable[[Run, int, int], Sequence[Any]]
+
+
+class Prepared(NamedTuple):
+    """Messages of the first run, ready for `recv`, and how many of it are thus left."""
+
+    run: Run
+    stop: int
+    ready: deque[Any]
+
+
+def prepare_nothing(run: Run, start: int, stop: int) -> Sequence[Any]:
+    """A `prepare` that leaves all messages as they are."""
+    return ()
 
 
 class Inbox:
-    """What has arrived and not been taken, in order of arrival."""
+    """What has arrived and not been taken, in order of arrival.
+
+    Attributes:
+        prepare: Makes what `take` returns of some messages of a run, or of as many as
+            it can; of the others `take` returns the entry.
+        ready: The products of `prepared`; all but the last may be popped at any time.
+        counted: The publisher of whom something was taken, until the caller resets it.
+    """
 
     def __init__(self) -> None:
         self.fifo: deque[Item] = deque()
-        self.taking: Entry | MessagesLost | None = None
-        """What `take` last began to hand out; reset before it is asked again."""
+        self.prepare: Prepare = prepare_nothing
+        self.ready: deque[Any] = deque()
+        self.counted: Source | None = None
+        self._prepared: Prepared | None = None
+        self._taking: tuple[Item, Any] | None = None
 
-    def take(self) -> Entry | MessagesLost | None:
-        """The next message or loss notice, or None; counts what was taken."""
+    def __len__(self) -> int:
+        """How many messages and notices wait."""
+        return sum(
+            len(item.areas) - self._position(item) if isinstance(item, Run) else 1
+            for item in self.fifo
+        )
+
+    def _position(self, run: Run) -> int:
+        """How many messages of a run have been taken."""
+        prepared = self._prepared
+        if prepared is not None and prepared.run is run:
+            return prepared.stop - len(prepared.ready)
+        return run.taken
+
+    def take(self) -> Any:
+        """The next product, entry or loss notice, or None.
+
+        The caller calls `hand_over` when it has it, and `undo_take` after an exception.
+        """
         fifo = self.fifo
         while fifo:
             item = fifo[0]
-            if type(item) is Entry:
-                self.taking = item
+            kind = type(item)
+            if kind is Run:
+                found = self._take_of(item)  # type: ignore[arg-type]
+            elif kind is Source:
+                found = self._take_kept(item)  # type: ignore[arg-type]
+            else:
+                self._taking = (item, 0)
                 fifo.popleft()
-                self._count(item[0], item)
-                return item
-            if type(item) is not Source:
-                assert isinstance(item, MessagesLost)
-                self.taking = item
-                fifo.popleft()
-                return item
-            if item.kept:
-                entry = self.taking = item.kept[0]
-                item.kept.popleft()
-                fifo.popleft()
-                self._count(item, entry)
-                return entry
-            fifo.popleft()
+                return item.item if isinstance(item, Returned) else item
+            if found is not None:
+                return found
+            fifo.popleft()  # there is nothing left in it
         return None
 
-    @staticmethod
-    def _count(source: Source, entry: Entry) -> None:
+    def _take_of(self, run: Run) -> Any:
+        prepared = self._prepared
+        if prepared is None:
+            start = run.taken
+            left = len(run.areas) - start
+            if left > 1:
+                most = AHEAD_BYTES * len(run.areas) // (run.nbytes + 1) + 1
+                stop = start + min(left, most, run.source.at_once)
+                products = self.prepare(run, start, stop)
+                if products:
+                    stop = start + len(products)
+                    prepared = self._prepared = Prepared(run, stop, deque(products))
+                    self.ready = prepared.ready
+            if prepared is None:
+                if not left:
+                    return None
+                entry = run.entry(start)
+                self._taking = (run, start)
+                run.taken = start + 1
+                self._count(run, start + 1)
+                if left == 1:
+                    self.fifo.popleft()
+                return entry
+        ready = prepared.ready
+        product = ready[0]
+        self._taking = (run, prepared.stop - len(ready))
+        ready.popleft()
+        if not ready:
+            self._count(run, prepared.stop)
+            self._unprepare()
+            if run.taken == len(run.areas):
+                self.fifo.popleft()
+        return product
+
+    def _take_kept(self, source: Source) -> Entry | None:
+        if not source.kept:
+            return None
+        entry = source.kept[0]
+        self._taking = (source, entry)
+        source.kept.popleft()
+        self.fifo.popleft()
         _, sequence, _, area = entry
-        nbytes = len(area)
         stats = source.subscription.stats
-        if sequence != source.taken + 1:
-            stats.dropped += max(0, sequence - max(source.taken + 1, source.first))
+        stats.dropped += max(0, sequence - max(source.taken + 1, source.first))
         source.taken = sequence
-        source.consumed_messages += 1
-        source.consumed_bytes += nbytes
         stats.received += 1
+        stats.received_bytes += len(area)
+        return entry
+
+    def _count(self, run: Run, position: int) -> None:
+        """Tell credit and counters of the messages taken of a run."""
+        count = position - run.counted
+        if count <= 0:
+            return
+        source = run.source
+        nbytes = sum(map(len, run.areas[run.counted : position]))
+        source.consumed_messages += count
+        source.consumed_bytes += nbytes
+        source.taken = run.first + position - 1
+        stats = source.subscription.stats
+        stats.received += count
         stats.received_bytes += nbytes
+        run.counted = position
+        self.counted = source
 
-    def undo_take(self) -> None:
-        """`take` was interrupted: nothing was taken."""
-        item, self.taking = self.taking, None
-        if item is None or (self.fifo and self.fifo[0] is item):
-            return
-        if type(item) is not Entry:
-            self.fifo.appendleft(item)
-            return
-        source = item.source
-        if not (source.kept and source.kept[0] is item):
-            self.fifo.appendleft(item)
-        source.taken = min(source.taken, item.sequence - 1)
-        source.count_again(self.fifo)
+    def settle(self) -> None:
+        """Bring the counters up to date."""
+        prepared = self._prepared
+        if prepared is not None:
+            self._count(prepared.run, prepared.stop - len(prepared.ready))
 
-    def put_back(self, entry: Entry) -> None:
-        """Undo `take`: the call that took it was interrupted before it returned."""
-        source = entry.source
-        source.consumed_messages -= 1
-        source.consumed_bytes -= len(entry.area)
-        source.taken = entry.sequence - 1
-        source.subscription.stats.received -= 1
-        source.subscription.stats.received_bytes -= len(entry.area)
-        self.fifo.appendleft(entry)
+    def _unprepare(self) -> None:
+        """Forget the products; what they were made of is still there."""
+        prepared = self._prepared
+        if prepared is not None:
+            prepared.run.taken = prepared.stop - len(prepared.ready)
+            self.ready = deque()
+            self._prepared = None
+
+    def hand_over(self) -> None:
+        """What `take` returned is the caller's; nothing refers to it here any more."""
+        self._taking = None
+
+    def undo_take(self) -> bool:
+        """`take` was interrupted: give back what was taken since `hand_over`.
+
+        Returns:
+            Whether that was anything.
+        """
+        if self._taking is None:
+            return False
+        item, what = self._taking
+        self._taking = None
+        if isinstance(item, Source):
+            if not item.kept or item.kept[0] is not what:
+                self.put_back(what)
+            return True
+        if not self.fifo or self.fifo[0] is not item:
+            self.fifo.appendleft(item)
+        if isinstance(item, Run) and self._position(item) > what:
+            self._unprepare()
+            item.taken = what
+            if item.counted > what:
+                stats = item.source.subscription.stats
+                stats.received -= item.counted - what
+                stats.received_bytes -= sum(map(len, item.areas[what : item.counted]))
+                item.counted = what
+        return True
+
+    def put_back(self, item: Any) -> None:
+        """Hand out `item` next: the call that took it was interrupted."""
+        self._unprepare()
+        self.fifo.appendleft(Returned(item))
 
     def drop(self, subscription: Subscription) -> int:
         """Remove the messages of one subscription; how many there were."""
+        self._unprepare()
         kept: deque[Item] = deque()
+        dropped = 0
         for item in self.fifo:
-            source = item if isinstance(item, Source) else getattr(item, "source", None)
-            if source is None or source.subscription is not subscription:
+            if not _belongs(item, subscription):
                 kept.append(item)
-        dropped = len(self.fifo) - len(kept)
+            elif isinstance(item, Run):
+                dropped += len(item.areas) - item.taken
+            else:
+                dropped += 1
         self.fifo = kept  # in one step, so that an interrupt loses nothing
         return dropped
+
+
+def _belongs(item: Item, subscription: Subscription) -> bool:
+    """Whether an item came by a subscription; a notice of loss came by none."""
+    if isinstance(item, Returned):
+        if isinstance(item.item, Entry):
+            return item.item.source.subscription is subscription
+        return getattr(item.item, "topic", None) == subscription.topic
+    source = item.source if isinstance(item, Run) else item
+    return isinstance(source, Source) and source.subscription is subscription

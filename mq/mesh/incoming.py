@@ -8,19 +8,20 @@ handling was interrupted can be handled again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mq.errors import MessagesLost
 from mq.mesh import wire
-from mq.mesh.atomic import append_each, extend_each
+from mq.mesh.atomic import append_each
+from mq.mesh.large import Take
 from mq.mesh.wire import Chunk, Malformed
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
     from mq.mesh.session import Session
 
-Take = Callable[[int], memoryview]
+MOST_AT_ONCE: Final = 32
+"""Messages that `recv` decodes ahead at most."""
 
 
 class Entry(NamedTuple):
@@ -30,6 +31,40 @@ class Entry(NamedTuple):
     sequence: int
     published_at: float
     area: memoryview
+
+
+class Run:
+    """Messages of one publisher and topic, of consecutive sequences, as they arrived.
+
+    Attributes:
+        first: Sequence of the first one.
+        nbytes: Size of the areas together.
+        taken: How many `recv` has taken, where `Inbox.prepared` says nothing newer.
+        counted: How many of these the credit and the counters know of.
+    """
+
+    __slots__ = ("areas", "counted", "first", "nbytes", "source", "taken", "times")
+
+    def __init__(
+        self,
+        source: Source,
+        first: int,
+        times: tuple[float, ...],
+        areas: list[memoryview],
+    ) -> None:
+        self.source = source
+        self.first = first
+        self.times = times
+        self.areas = areas
+        self.nbytes = sum(map(len, areas))
+        self.taken = 0
+        self.counted = 0
+
+    def entry(self, index: int) -> Entry:
+        """One of the messages."""
+        return Entry(
+            self.source, self.first + index, self.times[index], self.areas[index]
+        )
 
 
 class _Stream:
@@ -143,6 +178,7 @@ class Source:
         active: Whether it has published anything on it yet.
         granted_messages, granted_bytes: Credit given since the subscription began.
         consumed_messages, consumed_bytes: What `recv` has taken since then.
+        at_once: How many messages `recv` may decode ahead, of those it has not counted.
         taken: Sequence of the last message that `recv` took.
         first: The first sequence published since the subscription began.
         kept: For keep-last, the newest n messages not yet taken.
@@ -152,6 +188,7 @@ class Source:
         "_stream",
         "active",
         "arrivals",
+        "at_once",
         "consumed_bytes",
         "consumed_messages",
         "first",
@@ -174,6 +211,7 @@ class Source:
         self.granted_messages = self.granted_bytes = 0
         self.consumed_messages = self.consumed_bytes = 0
         self.grant_at_messages = self.grant_at_bytes = 0
+        self.at_once = 1
         self.taken = -1
         self.first = 0
         self.kept: deque[Entry] = deque(maxlen=subscription.keep)
@@ -213,10 +251,12 @@ class Source:
         """Derive what was taken from what is still in the inbox."""
         if not self.arrivals or self.subscription.keep is not None:
             return
-        mine = [e for e in fifo if isinstance(e, Entry) and e.source is self]
+        mine = [run for run in fifo if isinstance(run, Run) and run.source is self]
         _, messages, nbytes = self.arrivals[0]
-        self.consumed_messages = messages - len(mine)
-        self.consumed_bytes = nbytes - sum(len(entry.area) for entry in mine)
+        left = sum(len(run.areas) - run.counted for run in mine)
+        self.consumed_messages = messages - left
+        left = sum(len(area) for run in mine for area in run.areas[run.counted :])
+        self.consumed_bytes = nbytes - left
 
     # -- credit ----------
 
@@ -237,6 +277,7 @@ class Source:
             min(target - mine, subscription.depth - held_messages), 1 - mine, 0
         )
         self.grant_at_messages = self.granted_messages - target // 2
+        self.at_once = max(1, min(MOST_AT_ONCE, target // 8))
         target = _share(subscription.window_bytes, len(sources), active, self.active)
         mine = self.granted_bytes - self.consumed_bytes
         # Below zero after a message that was larger than what was left of the grant.
@@ -262,43 +303,48 @@ class Source:
 
     # -- arrival ----------
 
-    def arrived(self, fifo: deque[Item], entries: list[Entry]) -> None:
+    def arrived(self, fifo: deque[Item], run: Run) -> None:
         """Put new messages, in order, into the inbox.
 
         Raises:
             Malformed: The publisher sent more than it has credit for.
         """
         newest, messages, total = self.arrivals[0]
-        if entries[0].sequence <= newest:
-            entries = [entry for entry in entries if entry.sequence > newest]
-            if not entries:
+        if run.first <= newest:
+            known = newest + 1 - run.first
+            if known >= len(run.areas):
                 return
+            run = Run(self, newest + 1, run.times[known:], run.areas[known:])
+        last = run.first + len(run.areas) - 1
         if self.subscription.keep is not None:
-            for entry in entries:
+            for index in range(len(run.areas)):
+                entry = run.entry(index)
                 state = Arrivals(entry.sequence, 0, 0)
                 if len(self.kept) == self.kept.maxlen:
                     append_each((self.kept, self.arrivals), (entry, state))
                 else:
                     append_each((self.kept, self.arrivals, fifo), (entry, state, self))
             return
-        self._check_credit(entries[0].sequence)
-        messages += len(entries)
+        self._check_credit(run.first)
+        messages += len(run.areas)
         if messages > self.granted_messages:
             raise Malformed(f"too many messages on {self.subscription.topic!r}")
-        total += sum(len(entry.area) for entry in entries)
-        state = Arrivals(entries[-1].sequence, messages, total)
-        extend_each((fifo, self.arrivals), (entries, (state,)))
+        state = Arrivals(last, messages, total + run.nbytes)
+        append_each((fifo, self.arrivals), (run, state))
 
     def place(
         self, chunk: Chunk, nbytes: int, limit: int, take: Take
     ) -> memoryview | None:
-        """Where the body of a chunk goes; None if it is not wanted any more.
+        """Put a chunk's first part in its place; where the body of `nbytes` goes.
+
+        None if the chunk is not wanted any more.
 
         Raises:
             Malformed: The chunk does not fit to those before it, or to the limits.
         """
         if chunk.sequence <= self.newest:
             return None
+        place = chunk.body_place(nbytes)
         stream = self._stream
         if chunk.offset == 0 and (stream is None or stream.sequence != chunk.sequence):
             self._check_credit(chunk.sequence)
@@ -306,7 +352,7 @@ class Source:
                 raise Malformed(
                     f"announces {chunk.total} bytes, max_message_bytes is {limit}"
                 )
-            if nbytes > chunk.total:
+            if place.stop > chunk.total:
                 raise Malformed("chunk larger than its message")
             stream = self._stream = _Stream(chunk.sequence, take(chunk.total))
         if stream is None or stream.sequence != chunk.sequence:
@@ -315,19 +361,19 @@ class Source:
             raise Malformed("message changes its size")
         if chunk.offset < stream.next_offset:
             return None
-        if (
-            chunk.offset > stream.next_offset + wire.MAX_GAP
-            or chunk.offset + nbytes > chunk.total
-        ):
+        latest = stream.next_offset + wire.MAX_GAP
+        if chunk.offset > latest or place.stop > chunk.total:
             raise Malformed("chunk out of place")
-        return stream.area[chunk.offset : chunk.offset + nbytes]
+        part = chunk.part
+        stream.area[chunk.offset : chunk.offset + len(part)] = part
+        return stream.area[place]
 
     def placed(self, chunk: Chunk, nbytes: int, last: bool, fifo: deque[Item]) -> None:
         """The body of a chunk is in its place; the last one completes the message."""
         stream = self._stream
         if stream is None or stream.sequence != chunk.sequence:
             return
-        stop = chunk.offset + nbytes
+        stop = chunk.body_place(nbytes).stop
         if not last:
             stream.next_offset = stop
             return
@@ -335,7 +381,7 @@ class Source:
         if stop + wire.MAX_GAP < len(stream.area):
             raise Malformed("message ends early")
         self.arrived(
-            fifo, [Entry(self, chunk.sequence, chunk.published_at, stream.area)]
+            fifo, Run(self, chunk.sequence, (chunk.published_at,), [stream.area])
         )
         self._stream = None
 
@@ -348,5 +394,11 @@ class Arrivals(NamedTuple):
     nbytes: int
 
 
-Item = Entry | Source | MessagesLost
+class Returned(NamedTuple):
+    """What a call took and could not hand out, because it was interrupted."""
+
+    item: Any
+
+
+Item = Run | Source | MessagesLost | Returned
 """What waits in the inbox; a Source stands for the oldest message it keeps."""

@@ -20,7 +20,7 @@ from mq.mesh.config import Config
 from mq.mesh.dial import Dial
 from mq.mesh.greeting import Greetings
 from mq.mesh.handshake import Greeting
-from mq.mesh.outgoing import Take
+from mq.mesh.large import Take
 from mq.mesh.publisher import Publisher
 from mq.mesh.reader import Reader
 from mq.mesh.recovery import recover
@@ -105,6 +105,7 @@ class Mesh:
                 left to the next call, which `next_deadline` then asks for at once.
         """
         self._polling = True
+        self.reader.until_message = until_message
         for fd in ready:
             session = self._watches.get(fd)
             if session is not None:
@@ -159,6 +160,17 @@ class Mesh:
             if session.batch_at is not None and session.batch_at < deadline:
                 deadline = session.batch_at
         return self.greetings.next_deadline(deadline)
+
+    def batch_deadline(self) -> float:
+        """When the first batch that is held must leave; infinity where none is."""
+        held = [s.batch_at for s in self.sessions.values() if s.batch_at is not None]
+        return min(held, default=float("inf"))
+
+    def replace(self, reason: str) -> None:
+        """Another member has this one's name: nothing is published any more."""
+        self.replaced = self.replaced or reason
+        self.publisher.close_gates()
+        self.changed += 1
 
     def _handle(self, event: Event) -> None:
         conn = event.conn

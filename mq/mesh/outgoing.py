@@ -1,145 +1,55 @@
 """The publishing side: topics, the messages committed to them, and their subscribers.
 
-A commit must be one step: a KeyboardInterrupt between two bytecodes may not leave a
-message with some subscribers and not with others. So all that a commit changes are
-deques, appended to by one call into C (`mq.mesh.atomic`); sequence numbers, credit used
-and what is left to send are derived from those deques and never stored beside them.
+A topic has one log, and each subscriber a position in it. So a commit is one append,
+done in one call into C, whoever is subscribed: a KeyboardInterrupt cannot leave a
+message with some subscribers and not with others. Numbers, credit used and what is left
+to send are derived from the log and the positions and never stored beside them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from itertools import accumulate, takewhile
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mq.mesh.atomic import append_to_all
+from mq.mesh.large import INLINE_BYTES, Large
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
-    from mq.frames import Frames
     from mq.mesh.session import Session
 
-INLINE_BYTES: Final = 32 * 1024
-"""Messages up to this size travel in batches; larger ones in chunks of their own."""
-GATHER_BYTES: Final = 64 * 1024
-"""Buffers below this size are copied together into one chunk."""
-
-Take = Callable[[int], memoryview]
+BATCH_BYTES: Final = 64 * 1024
+BATCH_MESSAGES: Final = 256
+"""A batch of this size does not wait for more."""
 
 
-class Chunk:
-    """A part of a large message.
-
-    Attributes:
-        offset: Where it lies in the message's area.
-        view: Its bytes; the caller's memory until `own`.
-        owned: Whether nobody will write to that memory while a view of it exists.
-    """
-
-    __slots__ = ("offset", "owned", "view")
-
-    def __init__(self, offset: int, view: memoryview, owned: bool) -> None:
-        self.offset = offset
-        self.view = view
-        self.owned = owned
-
-    def own(self, take: Take) -> None:
-        """Copy it into memory of the pool, once for all subscribers."""
-        if not self.owned:
-            copy = take(len(self.view))
-            copy[:] = self.view
-            self.view = copy
-            self.owned = True
-
-
-class Outgoing:
+class Outgoing(NamedTuple):
     """A committed message, shared by all its subscribers.
 
     Attributes:
+        published_at: Unix time.
+        data: The whole area of a small message, or the chunks of a large one.
         sequence: Its number on the topic.
-        total: Bytes published on the topic up to and including this message.
-        data: The whole area of a small message, owned; None for a large one.
-        chunks: The chunks of a large message; None is one that nobody needs any more.
-        owned: Whether nothing of it is the caller's memory.
     """
 
-    __slots__ = (
-        "chunks",
-        "data",
-        "nbytes",
-        "owned",
-        "published_at",
-        "sequence",
-        "total",
-    )
-
-    def __init__(
-        self,
-        sequence: int,
-        total: int,
-        published_at: float,
-        nbytes: int,
-        data: bytes | None,
-        chunks: list[Chunk | None],
-    ) -> None:
-        self.sequence = sequence
-        self.total = total
-        self.published_at = published_at
-        self.nbytes = nbytes
-        self.data = data
-        self.chunks = chunks
-        self.owned = data is not None
-
-    def own(self, take: Take, needed: Iterable[int]) -> None:
-        """Copy the chunks still needed, so that the caller's memory is free again."""
-        if self.owned:
-            return
-        keep = set(needed)
-        for index, chunk in enumerate(self.chunks):
-            if chunk is not None and index in keep:
-                chunk.own(take)
-            else:
-                self.chunks[index] = None
-        self.owned = True
-
-    def free_before(self, index: int) -> None:
-        """Every subscriber has the chunks before this one: let their memory go."""
-        while index > 0 and self.chunks[index - 1] is not None:
-            index -= 1
-            self.chunks[index] = None
+    published_at: float
+    data: bytes | Large
+    sequence: int
 
 
-def cut(frames: Frames, chunk_bytes: int, take: Take) -> list[Chunk | None]:
-    """Cut an area into chunks: slices of large buffers, small ones gathered."""
-    chunks: list[Chunk | None] = []
-    run: list[tuple[int, memoryview]] = []
-    gathered = min(GATHER_BYTES, chunk_bytes)
+Logged = Outgoing | tuple[float, bytes | Large]
+"""What a log holds: a message, with or without its number."""
 
-    def gather() -> None:
-        if not run:
-            return
-        start = run[0][0]
-        stop = run[-1][0] + len(run[-1][1])
-        copy = take(stop - start)
-        copy[:] = bytes(stop - start)  # the gaps: never send what was there before
-        for offset, view in run:
-            copy[offset - start : offset - start + len(view)] = view
-        chunks.append(Chunk(start, copy, True))
-        run.clear()
 
-    for offset, view in frames.segments():
-        if len(view) < gathered:
-            if run and offset + len(view) - run[0][0] > chunk_bytes:
-                gather()
-            run.append((offset, view))
-            continue
-        gather()
-        chunks.extend(
-            Chunk(offset + start, view[start : start + chunk_bytes], False)
-            for start in range(0, len(view), chunk_bytes)
-        )
-    gather()
-    return chunks
+class Small(NamedTuple):
+    """Small messages of one topic, to be framed together."""
+
+    first: int
+    times: list[float]
+    areas: list[bytes]
 
 
 class Feed:
@@ -147,10 +57,13 @@ class Feed:
 
     Attributes:
         keep: None for keep-all, else the n of keep-last.
-        queue: Messages committed and not yet begun; for keep-last the newest n.
-        progress: The large message that is being sent chunk by chunk, no longer in
-            `queue` so that it cannot be replaced, and the index of its next chunk.
+        next: Sequence of the message to be framed next; see `position`.
+        late: A retained message that comes before all others, until it is framed.
+        progress: The large message that is being sent chunk by chunk, which `next` has
+            passed so that it cannot be replaced, and the index of its next chunk.
         on_wire: For keep-last, whether a message has left and is not yet received.
+        joined: Sequence of the first message published after the subscription began.
+        first: Sequence of the first message that it gets.
         received: Highest sequence that has reached the subscriber's inbox.
         credit_messages: Messages that the subscriber allows since the subscription
             began; likewise `credit_bytes`.
@@ -164,9 +77,10 @@ class Feed:
         "first",
         "joined",
         "keep",
+        "late",
+        "next",
         "on_wire",
         "progress",
-        "queue",
         "received",
         "session",
         "subscription",
@@ -189,22 +103,24 @@ class Feed:
         self.keep = keep
         self.credit_messages = credit_messages
         self.credit_bytes = credit_bytes
-        self.queue: deque[Outgoing] = deque(maxlen=keep)
         self.progress: tuple[Outgoing, int] | None = None
         self.on_wire = False
         newest = topic.newest
-        self.joined = newest.sequence + 1
-        self.base_sequence = newest.sequence + 1
-        self.base_total = newest.total
-        self.first = self.received = newest.sequence
+        self.next = self.joined = newest + 1
+        self.base_sequence = newest + 1
+        self.base_total = topic.total()
+        self.first = self.received = newest
+        self.late: Outgoing | None = None
         retained = topic.retained
         if retained is not None and retained.sequence > seen:
             # It counts against the credit as one message of its size.
             self.base_sequence -= 1
-            self.base_total -= retained.nbytes
+            self.base_total -= len(retained.data)
             self.first = retained.sequence
             self.received = retained.sequence - 1
-            self.queue.append(retained)
+            self.late = retained
+
+    # -- credit ----------
 
     @property
     def limit_sequence(self) -> int:
@@ -220,48 +136,137 @@ class Feed:
         """Whether the next message of the topic may be committed."""
         if self.keep is not None:
             return True
-        newest = self.topic.newest
+        topic = self.topic
         return (
-            newest.sequence + 1 < self.limit_sequence
-            and newest.total < self.limit_total
+            topic.newest + 1 < self.limit_sequence and topic.total() < self.limit_total
         )
+
+    # -- what is left to send ----------
+
+    def position(self) -> int:
+        """Sequence of the first message of the log that is still to be framed."""
+        if self.keep is None:
+            return self.next
+        return max(self.next, self.topic.newest + 1 - self.keep)
 
     def head(self) -> Outgoing | None:
         """The message to be framed next, or None where there is none now."""
         if self.progress is not None:
             return self.progress[0]
-        if self.on_wire or not self.queue:
+        if self.on_wire:
             return None
-        return self.queue[0]
+        topic = self.topic
+        if self.late is not None and (
+            self.keep is None or topic.newest + 1 - self.next < self.keep
+        ):
+            return self.late
+        position = self.position()
+        return topic.message(position) if position <= topic.newest else None
+
+    def small(self, head: Outgoing, messages: int, nbytes: int) -> Small:
+        """The small messages to be framed next, of which `head` is the first.
+
+        Args:
+            messages: How many at most.
+            nbytes: After how many bytes it is enough.
+        """
+        if self.keep is not None or head is self.late:
+            assert isinstance(head.data, bytes)
+            return Small(head.sequence, [head.published_at], [head.data])
+        base, _, log = self.topic.view
+        start = head.sequence - base
+        if start + 1 == len(log):
+            assert isinstance(head.data, bytes)
+            return Small(head.sequence, [head.published_at], [head.data])
+        run = log[start : start + messages]
+        areas: list[Any] = [logged[1] for logged in run]
+        if Large in set(map(type, areas)):
+            areas = list(takewhile(lambda area: type(area) is bytes, areas))
+        sums = list(accumulate(map(len, areas)))
+        if sums[-1] > nbytes:
+            del areas[bisect_left(sums, nbytes) + 1 :]
+        times = [logged[0] for logged in run[: len(areas)]]
+        return Small(head.sequence, times, areas)
+
+    def framed(self, sequence: int) -> None:
+        """The messages up to `sequence` are in frames; `head` comes after them."""
+        if self.late is None or self.late.sequence != sequence:
+            self.next = sequence + 1
+        self.late = None
+        self.on_wire = self.keep is not None
+        self.topic.close_gate()
+
+    def end(self) -> None:
+        """Nothing more is framed, whatever is published."""
+        self.late = self.progress = None
+        self.keep = None
+        self.next = _NO_LIMIT
+
+    def queued(self) -> int:
+        """How many messages are committed and not in a frame."""
+        late = self.head() is self.late is not None
+        return late + max(0, self.topic.newest + 1 - self.position())
+
+    def queued_bytes(self) -> int:
+        """Their size; of keep-all subscriptions only, the retained message left out."""
+        base, before, log = self.topic.view
+        if self.keep is not None:
+            return 0
+        if self.next == base:
+            return self.topic.total() - before
+        return _size(log[self.next - base :])
+
+    def needs(self, message: Outgoing) -> bool:
+        """Whether a message of the topic has not begun to be framed."""
+        return message.sequence >= self.position() or message is self.late
+
+    # -- what has arrived ----------
 
     def mark(self) -> int:
         """Sequence of the last message committed to this subscriber."""
-        newest = self.topic.newest.sequence
+        newest = self.topic.newest
         return newest if newest >= self.joined else self.first
 
     def undelivered(self) -> int:
         """How many messages were committed and have not reached the subscriber."""
-        newest = self.topic.newest.sequence
+        newest = self.topic.newest
         missing = newest - max(self.received, self.joined - 1)
         return missing + (self.received < self.first)
+
+
+def _size(messages: list[Logged]) -> int:
+    return sum(map(len, map(itemgetter(1), messages)))
 
 
 _NO_LIMIT: Final = 1 << 62
 
 
 class Topic:
-    """What this member publishes on one topic."""
+    """What this member publishes on one topic.
+
+    Attributes:
+        view: The sequence of the first message in the log, the bytes published before
+            it, and the log: the newest messages, as far back as some subscriber needs
+            them. One tuple, so that trimming it is one step.
+        gate_messages, gate_bytes, gate_time: While the log is shorter than the first,
+            the second is left, and the wall clock is below the third, a small message
+            need only be appended: there is credit, and it joins batches that are held
+            and will leave in time. Zero: the gate is closed.
+    """
 
     __slots__ = (
-        "_last",
         "_retained",
+        "_summed",
         "feeds",
+        "gate_bytes",
+        "gate_messages",
+        "gate_time",
         "limit_message",
         "limit_sequence",
         "limit_total",
         "name",
-        "queues",
         "stats",
+        "view",
     )
 
     def __init__(self, name: str) -> None:
@@ -269,13 +274,33 @@ class Topic:
         self.stats = TopicStats()
         self.feeds: deque[Feed] = deque()
         self._retained: deque[Outgoing] = deque(maxlen=1)
-        self._last = deque([Outgoing(-1, 0, 0.0, 0, b"", [])], maxlen=1)
+        self.view: tuple[int, int, list[Logged]] = (0, 0, [])
+        self._summed = (self.view[2], 0, 0)
         self.refresh()
 
     @property
-    def newest(self) -> Outgoing:
-        """The message committed last; sequence -1 where there is none."""
-        return self._last[0]
+    def newest(self) -> int:
+        """Sequence of the message committed last; -1 where there is none."""
+        base, _, log = self.view
+        return base + len(log) - 1
+
+    def total(self) -> int:
+        """Bytes published so far."""
+        _, total, log = self.view
+        known, count, sum_ = self._summed
+        if known is log:
+            total = sum_
+        else:
+            count = 0
+        total += _size(log[count:])
+        self._summed = (log, len(log), total)
+        return total
+
+    def message(self, sequence: int) -> Outgoing:
+        """A message that is in the log."""
+        base, _, log = self.view
+        logged = log[sequence - base]
+        return Outgoing(logged[0], logged[1], sequence)
 
     @property
     def retained(self) -> Outgoing | None:
@@ -287,11 +312,7 @@ class Topic:
         self._retained.clear()
 
     def refresh(self) -> None:
-        """Derive what `commit` and `open_for` use; call after any change of a feed."""
-        self.queues: tuple[deque[Outgoing], ...] = (
-            self._last,
-            *(feed.queue for feed in self.feeds),
-        )
+        """Derive the limits; call after any change of a feed."""
         self.limit_message = min(
             (feed.session.peer.max_message_bytes for feed in self.feeds),
             default=_NO_LIMIT,
@@ -303,35 +324,81 @@ class Topic:
         self.limit_total = min(
             (feed.limit_total for feed in bounded), default=_NO_LIMIT
         )
+        self.close_gate()
 
     def has_credit(self) -> bool:
         """Whether every keep-all subscriber has room for one more message."""
-        newest = self._last[0]
-        return (
-            newest.sequence + 1 < self.limit_sequence
-            and newest.total < self.limit_total
-        )
+        return self.newest + 1 < self.limit_sequence and self.total() < self.limit_total
 
     def waits_for(self) -> list[Feed]:
         """The subscribers that have no credit."""
         return [feed for feed in self.feeds if not feed.has_credit()]
 
     def commit(
-        self,
-        published_at: float,
-        nbytes: int,
-        data: bytes | None,
-        chunks: list[Chunk | None],
-        retain: bool,
-        take: Take,
+        self, published_at: float, data: bytes | Large, retain: bool
     ) -> Outgoing:
-        """Number the message and queue it for every subscriber, in one step."""
-        newest = self._last[0]
-        sequence, total = newest.sequence + 1, newest.total + nbytes
-        message = Outgoing(sequence, total, published_at, nbytes, data, chunks)
-        queues = self.queues
+        """Number the message and put it into the log, in one step."""
+        message = Outgoing(published_at, data, self.newest + 1)
         if retain:
-            message.own(take, range(len(chunks)))
-            queues = (*queues, self._retained)
-        append_to_all(queues, message)
+            append_to_all((self.view[2], self._retained), message)
+        else:
+            self.view[2].append(message)
         return message
+
+    def trim(self) -> None:
+        """Drop what every subscriber has had framed."""
+        base, _, log = self.view
+        count = len(log)
+        for feed in self.feeds:
+            count = min(count, feed.position() - base)
+        if count > 0:
+            left = log[count:]
+            self.view = (base + count, self.total() - _size(left), left)
+            self.close_gate()
+
+    # -- the gate ----------
+
+    def open_gate(self, now: float, wall: float) -> None:
+        """Open it, if every subscriber is keep-all and has its batch held.
+
+        Args:
+            now: The mesh's time.
+            wall: The Unix time of the same moment.
+        """
+        base = self.view[0]
+        messages = self.limit_sequence - base
+        nbytes = self.limit_total - self.total()
+        until = now + 1.0
+        if self.limit_message < INLINE_BYTES or not self.feeds:
+            return
+        for feed in self.feeds:
+            batch_at = feed.session.batch_at
+            if batch_at is None or feed.keep is not None or feed.late is not None:
+                return
+            if feed.next > self.newest:
+                return  # it is another topic's batch that is held
+            until = min(until, batch_at)
+            messages = min(messages, feed.next - base + BATCH_MESSAGES)
+            nbytes = min(nbytes, BATCH_BYTES - feed.queued_bytes())
+        # The last one is left to `publish`, which sends the batch or waits for credit.
+        self.gate_messages, self.gate_bytes = messages - 1, nbytes
+        self.gate_time = wall + until - now
+
+    def close_gate(self) -> None:
+        """Have the next message looked at."""
+        self.gate_messages = self.gate_bytes = 0
+        self.gate_time = 0.0
+
+    def pass_gate(self, published_at: float, data: bytes) -> bool:
+        """Commit a small message, if the gate is open; else nothing is done."""
+        log = self.view[2]
+        if (
+            len(log) < self.gate_messages
+            and published_at < self.gate_time
+            and self.gate_bytes > 0
+            and len(data) <= INLINE_BYTES
+        ):
+            self.gate_bytes -= len(data)
+            log.append((published_at, data))
+            return True
+        return False

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mq.errors import CodecError, MessageTooLarge
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
-from mq.mesh.outgoing import INLINE_BYTES, Chunk, Feed, Outgoing, Take, Topic, cut
+from mq.mesh.large import INLINE_BYTES, Large, Take, cut
+from mq.mesh.outgoing import Feed, Outgoing, Topic
 from mq.mesh.wire import Malformed, Subscribe, Subscribed
 
 if TYPE_CHECKING:
     from mq.frames import Frames
     from mq.mesh.session import Session
 
-_NO_CHUNKS: list[Chunk | None] = []  # shared by all small messages, never changed
+_TRIM_EVERY = 64
+"""Messages after which the log is trimmed even if nothing leaves."""
 MAX_FEEDS_PER_PEER = 65536
 """Subscriptions that one peer may have."""
 
@@ -68,39 +70,67 @@ class Publisher:
                 )
 
     def publish(
-        self, topic: Topic, frames: Frames, published_at: float, retain: bool
+        self,
+        topic: Topic,
+        frames: Frames,
+        published_at: float,
+        retain: bool,
+        now: float,
+        urgent: bool = False,
     ) -> Outgoing:
-        """Commit a message; the caller has seen that there is credit."""
-        data: bytes | None = None
-        chunks = _NO_CHUNKS
-        nbytes = frames.nbytes
-        if nbytes <= INLINE_BYTES:
+        """Commit a message and send what can be sent of it.
+
+        The caller has seen that there is credit, and calls `release` in the end.
+
+        Args:
+            published_at: Unix time.
+            now: The mesh's time.
+            urgent: Send at once instead of joining a batch.
+        """
+        data: bytes | Large
+        if frames.nbytes <= INLINE_BYTES:
             data = frames.pack()
         else:
-            chunks = cut(frames, self._chunk_bytes, self._take)
-        message = topic.commit(published_at, nbytes, data, chunks, retain, self._take)
-        stats = topic.stats
-        stats.published += 1
-        stats.published_bytes += nbytes
-        if not topic.feeds:
-            stats.nobody += 1
+            data = cut(frames, self._chunk_bytes)
+            if retain:
+                data.own(self._take, range(len(data.chunks)))
+        message = topic.commit(published_at, data, retain)
         for feed in topic.feeds:
-            feed.session.offer(feed, nbytes)
+            session = feed.session
+            if not session.send_alone(feed, message, now):
+                session.offer(feed)
+                session.pump(now, urgent)
+        if not topic.feeds:
+            topic.stats.nobody += 1
+            topic.trim()
+        elif type(data) is Large or len(topic.view[2]) in (1, _TRIM_EVERY):
+            topic.trim()
         return message
 
     @staticmethod
-    def free_received(message: Outgoing, sessions: Sequence[Session]) -> None:
+    def free_received(
+        topic: Topic, message: Outgoing, sessions: Iterable[Session]
+    ) -> None:
         """Let go of the chunks of a large message that every subscriber has."""
-        message.free_before(min(session.first_needed(message) for session in sessions))
+        assert isinstance(message.data, Large)
+        message.data.free_before(min(s.first_needed(topic, message) for s in sessions))
 
-    def release(self, message: Outgoing, sessions: Sequence[Session]) -> None:
+    def release(
+        self, topic: Topic, message: Outgoing, sessions: Iterable[Session]
+    ) -> None:
         """Copy what of a large message is still needed; the caller's memory is free."""
-        if message.owned:
+        large = message.data
+        if not isinstance(large, Large) or large.owned:
             return
         needed: set[int] = set()
         for session in sessions:
-            needed |= session.chunks_needed(message)
-        message.own(self._take, needed)
+            needed |= session.chunks_needed(topic, message)
+        large.own(self._take, needed)
+
+    def close_gates(self) -> None:
+        """Have the next message on every topic looked at."""
+        for topic in list(self.topics.values()):
+            topic.close_gate()
 
     # -- what peers ask for ----------
 
@@ -129,7 +159,7 @@ class Publisher:
                 request.nbytes,
                 request.seen,
             )
-            retained = feed.queue[0].sequence if feed.queue else -1
+            retained = -1 if feed.late is None else feed.late.sequence
             answers.append(Subscribed(request.subscription, feed.joined, retained))
         if not answers:
             return
@@ -146,8 +176,8 @@ class Publisher:
     def _adopt(feed: Feed) -> None:
         feed.session.feeds[feed.subscription] = feed
         feed.topic.refresh()
-        if feed.queue:
-            feed.session.offer(feed, 0)
+        if feed.head() is not None:
+            feed.session.offer(feed)
 
     def unsubscribe(self, session: Session, subscription: int) -> None:
         """A peer unsubscribes; publishers no longer wait for it."""
@@ -177,8 +207,10 @@ class Publisher:
         if feed in feed.topic.feeds:
             feed.topic.feeds.remove(feed)
             feed.topic.refresh()
-        feed.queue.clear()
-        feed.progress = None
+        feed.end()
+        if feed in feed.session.busy:
+            feed.session.busy.remove(feed)
+        feed.topic.trim()
 
     def repair(self, sessions: Sequence[Session]) -> None:
         """Derive again what an exception may have left undone."""
@@ -190,9 +222,18 @@ class Publisher:
                 else:
                     self._drop(feed)
             topic.refresh()
+            self._own_all(logged[1] for logged in topic.view[2])
         for session in sessions:
-            for message in session.large_messages():
-                self.release(message, sessions)
+            self._own_all(frame.large for frame in session.frames)
+            for feed in session.feeds.values():
+                if feed.progress is not None:
+                    self._own_all([feed.progress[0].data])
+
+    def _own_all(self, found: Iterable[bytes | Large | None]) -> None:
+        # The publish that owns their memory may be the call that was interrupted.
+        for large in found:
+            if isinstance(large, Large):
+                large.own(self._take, range(len(large.chunks)))
 
     # -- questions ----------
 

@@ -44,6 +44,7 @@ class Reader:
 
     Attributes:
         stopped_early: Whether a connection had its turn and may have more.
+        until_message: Whether to stop at the first message for `recv`.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -52,6 +53,7 @@ class Reader:
         self._subscriber = mesh.subscriber
         self._complained: set[str] = set()
         self.stopped_early = False
+        self.until_message = False
 
     def read(self, session: Session, conn: Conn, first: Message | None = None) -> None:
         """Handle what has arrived on a session's connection.
@@ -76,6 +78,8 @@ class Reader:
                 self._frame(session, conn, message[0], message[1], now)
                 if session.conn is not conn:
                     return
+                if self.until_message and self._subscriber.inbox.fifo:
+                    break
         except Malformed as error:
             self.malformed(session, error)
             return
@@ -145,9 +149,8 @@ class Reader:
         self, session: Session, kind: int, head: bytes | memoryview
     ) -> None:
         if kind == wire.FENCED:
-            mesh = self._mesh
-            mesh.replaced = wire.decode(kind, memoryview(head)[wire.HEADER_BYTES :])
-            mesh.changed += 1
+            content = memoryview(head)[wire.HEADER_BYTES :]
+            self._mesh.replace(wire.decode(kind, content))
         elif kind != wire.RECEIVED:
             raise Malformed(f"frame {kind} without a number")
 
@@ -161,29 +164,43 @@ class Reader:
         nbody: int,
         now: float,
     ) -> None:
-        if not nbody:
-            raise Malformed("chunk without a body")
         chunk = wire.parse_chunk(head)
+        if not nbody and not chunk.part:
+            raise Malformed("chunk of nothing")
         place = self._subscriber.place(session, chunk, nbody)
         if place is None:
-            conn.discard_body()
+            if nbody:
+                conn.discard_body()
             self._received(session, number, flags, now)
-            return
-        session.partial = (chunk, flags, number, place)
-        self._finish_body(session, conn, now)
+        elif nbody:
+            session.partial = (chunk, flags, number, place)
+            self._finish_body(session, conn, now)
+        else:
+            self._placed(session, chunk, 0, flags, number, now)
 
     def _finish_body(self, session: Session, conn: Conn, now: float) -> bool:
         assert session.partial is not None
         chunk, flags, number, place = session.partial
         if not conn.receive_body(place):
             return False
-        last = bool(flags & wire.FLAG_LAST)
         session.partial = None
-        self._subscriber.placed(session, chunk, len(place), last)
+        self._placed(session, chunk, len(place), flags, number, now)
+        return True
+
+    def _placed(
+        self,
+        session: Session,
+        chunk: wire.Chunk,
+        nbody: int,
+        flags: int,
+        number: int,
+        now: float,
+    ) -> None:
+        last = bool(flags & wire.FLAG_LAST)
+        self._subscriber.placed(session, chunk, nbody, last)
         self._received(session, number, flags, now)
         if last:
             self._mesh.changed += 1
-        return True
 
     def _control(
         self, session: Session, kind: int, flags: int, content: memoryview

@@ -10,14 +10,14 @@ from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.inbox import Inbox
-from mq.mesh.incoming import Arrivals, Entry, Source, Subscription, Take
+from mq.mesh.incoming import Arrivals, Run, Source, Subscription
+from mq.mesh.large import Take
 from mq.mesh.wire import Chunk, Malformed, Subscribed
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
     from mq.mesh.session import Session
 
-_new_tuple = tuple.__new__
 SUBSCRIPTIONS_PER_FRAME: Final = 200
 """Keeps a SUBSCRIBE frame below 64 KiB with the longest topics."""
 MAX_REMEMBERED: Final = 1024
@@ -25,7 +25,11 @@ MAX_REMEMBERED: Final = 1024
 
 
 class Subscriber:
-    """Subscriptions of this member, by topic and by id, and its inbox."""
+    """Subscriptions of this member, by topic and by id, and its inbox.
+
+    Attributes:
+        owed: Sessions for which `take` queued credit, until the caller sends it.
+    """
 
     def __init__(self, take: Take, max_message_bytes: int) -> None:
         self.topics: dict[str, Subscription] = {}
@@ -35,6 +39,7 @@ class Subscriber:
         self._take = take
         self._limit = max_message_bytes
         self._remembered: dict[str, dict[str, int]] = {}
+        self.owed: list[Session] = []
 
     def subscribe(
         self,
@@ -184,29 +189,14 @@ class Subscriber:
 
     def data(self, session: Session, view: memoryview) -> None:
         """A batch of small messages."""
-        run: list[Entry] = []
-        source: Source | None = None
-        current = -1
-        for subscription, sequence, published_at, area in wire.records(
-            view, wire.HEADER_BYTES
-        ):
-            if subscription != current:
-                if run and source is not None:
-                    self._arrived(source, run)
-                run = []
-                current = subscription
-                source = self._source(session, subscription)
-            if len(area) > self._limit:
-                raise Malformed(f"a message of {len(area)} bytes is over the limit")
+        for subscription, first, times, areas in wire.runs(view, wire.HEADER_BYTES):
+            source = self._source(session, subscription)
+            largest = max(map(len, areas))
+            if largest > self._limit:
+                raise Malformed(f"a message of {largest} bytes is over the limit")
             if source is not None:
-                # Half the time of Entry(...), which parses its arguments in Python.
-                run.append(_new_tuple(Entry, (source, sequence, published_at, area)))
-        if run and source is not None:
-            self._arrived(source, run)
-
-    def _arrived(self, source: Source, entries: list[Entry]) -> None:
-        source.arrived(self.inbox.fifo, entries)
-        self._activate(source)
+                source.arrived(self.inbox.fifo, Run(source, first, times, areas))
+                self._activate(source)
 
     def _activate(self, source: Source) -> None:
         """A publisher that begins to publish gets the share of those that do."""
@@ -227,7 +217,7 @@ class Subscriber:
         return source
 
     def place(self, session: Session, chunk: Chunk, nbytes: int) -> memoryview | None:
-        """Where the body of a chunk goes; None if nobody wants it."""
+        """Where the body of a chunk goes; None if nobody wants the chunk."""
         source = self._source(session, chunk.subscription)
         if source is None:
             return None
@@ -243,19 +233,20 @@ class Subscriber:
 
     # -- what recv takes ----------
 
-    def take(self) -> Entry | MessagesLost | None:
-        """The next message or notice of the inbox; grants credit where it is due.
+    def take(self) -> Any:
+        """What `Inbox.take` returns; grants credit where it is due.
 
         An exception takes nothing.
         """
         inbox = self.inbox
         if not inbox.fifo:
             return None
-        inbox.taking = None
+        inbox.hand_over()
         try:
             item = inbox.take()
-            if type(item) is Entry:
-                source = item[0]
+            source = inbox.counted
+            if source is not None:
+                inbox.counted = None
                 if (
                     source.consumed_messages >= source.grant_at_messages
                     or source.consumed_bytes >= source.grant_at_bytes
@@ -263,11 +254,11 @@ class Subscriber:
                     self.grant(source)
             return item
         except BaseException:
-            self.inbox.undo_take()
+            inbox.undo_take()
             raise
 
     def grant(self, source: Source) -> None:
         """Tell the publisher of more credit, if it is still there and gets more."""
         if source.session in source.subscription.sources and source.grant():
             source.session.control(wire.CREDIT, [source.credit()])
-            source.session.credit_due = True
+            self.owed.append(source.session)

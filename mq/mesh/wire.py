@@ -7,10 +7,13 @@ little-endian. A frame is one message of the link: a head, and for CHUNK a body.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
+
+from mq.frames import align
 
 MAGIC: Final = b"MQMESH"
 PROTOCOL_VERSION: Final = 1
@@ -39,11 +42,17 @@ FENCED: Final = 31
 HEADER: Final = struct.Struct("<BBHQQ")
 """kind, flags, zero, number of this frame (0: none), number received last."""
 HEADER_BYTES: Final = HEADER.size
-RECORD: Final = struct.Struct("<IIQd")
-"""A message in a DATA frame: bytes that follow, subscription, sequence, Unix time."""
-RECORD_BYTES: Final = RECORD.size
+RUN: Final = struct.Struct("<IIQ")
+"""Messages of consecutive sequences in a DATA frame: subscription, how many, sequence
+of the first. Their times (f64), sizes (u32) and areas follow, each kind together."""
+RUN_BYTES: Final = RUN.size
+ALONE: Final = struct.Struct("<IIQdI")
+"""The head of a run of one message, with its time and size."""
+MESSAGE_BYTES: Final = 12
+"""What a message of a run takes besides its area: time and size."""
 CHUNK_HEAD: Final = struct.Struct("<IIQdQQ")
-"""subscription, zero, sequence, Unix time, total bytes, offset of the body."""
+"""subscription, bytes of the first part, sequence, Unix time, total bytes, offset; the
+first part follows, the second is the body."""
 
 FLAG_ANSWER: Final = 1
 """The sender waits for this frame's RECEIVED: answer at once."""
@@ -54,7 +63,7 @@ MAX_GAP: Final = 63
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Sequence = Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
+SequenceNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
 SubscriptionId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Keep = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
@@ -76,7 +85,7 @@ class Subscribe(msgspec.Struct, array_like=True, frozen=True):
     keep: Keep | None
     messages: Number
     nbytes: Number
-    seen: Sequence = -1
+    seen: SequenceNumber = -1
 
 
 class Subscribed(msgspec.Struct, array_like=True, frozen=True):
@@ -87,7 +96,7 @@ class Subscribed(msgspec.Struct, array_like=True, frozen=True):
 
     subscription: SubscriptionId
     next_sequence: Number
-    retained: Sequence
+    retained: SequenceNumber
 
 
 class Credit(msgspec.Struct, array_like=True, frozen=True):
@@ -136,44 +145,71 @@ def decode(kind: int, raw: memoryview) -> Any:
         raise Malformed(f"control frame {kind}: {error}") from error
 
 
-def records(
+def pack_run(
+    subscription: int, first: int, times: Sequence[float], areas: Sequence[bytes]
+) -> list[bytes]:
+    """The pieces of a run for the head of a DATA frame."""
+    count = len(areas)
+    return [
+        RUN.pack(subscription, count, first),
+        struct.pack(f"<{count}d{count}I", *times, *map(len, areas)),
+        *areas,
+    ]
+
+
+def runs(
     view: memoryview, start: int
-) -> Iterator[tuple[int, int, float, memoryview]]:
-    """Cut a DATA frame into messages: subscription, sequence, time, area.
+) -> Iterator[tuple[int, int, tuple[float, ...], list[memoryview]]]:
+    """Cut a DATA frame into runs: subscription, first sequence, times, areas.
 
     Raises:
-        Malformed: A record is cut off.
+        Malformed: A run is cut off.
     """
-    unpack = RECORD.unpack_from
-    end = len(view)
-    while start < end:
-        if end - start < RECORD_BYTES:
-            raise Malformed("record header cut off")
-        nbytes, subscription, sequence, published_at = unpack(view, start)
-        start += RECORD_BYTES
-        stop = start + nbytes
-        if stop > end:
-            raise Malformed("record longer than its frame")
-        yield subscription, sequence, published_at, view[start:stop]
-        start = stop
+    size = len(view)
+    while start < size:
+        if size - start < RUN_BYTES:
+            raise Malformed("head of a run cut off")
+        subscription, count, first = RUN.unpack_from(view, start)
+        start += RUN_BYTES
+        if not 0 < count <= (size - start) // MESSAGE_BYTES:
+            raise Malformed(f"run of {count} messages in {size - start} bytes")
+        numbers = struct.unpack_from(f"<{count}d{count}I", view, start)
+        start += count * MESSAGE_BYTES
+        ends = list(accumulate(numbers[count:], initial=start))
+        start = ends[-1]
+        if start > size:
+            raise Malformed("run longer than its frame")
+        areas = [view[a:b] for a, b in pairwise(ends)]
+        yield subscription, first, numbers[:count], areas
 
 
 class Chunk(NamedTuple):
-    """The head of a CHUNK frame: where its body belongs in which message."""
+    """The head of a CHUNK frame: where its two parts belong in which message."""
 
     subscription: int
     sequence: int
     published_at: float
     total: int
     offset: int
+    part: memoryview
+
+    def body_place(self, nbytes: int) -> slice:
+        """Where a body of `nbytes` belongs: aligned, where a first part precedes it."""
+        start = self.offset + len(self.part)
+        if self.part and nbytes:
+            start = align(start)
+        return slice(start, start + nbytes)
 
 
 def parse_chunk(view: memoryview) -> Chunk:
     """Raises: Malformed, if the head is not that of a CHUNK."""
     try:
-        subscription, _, sequence, published_at, total, offset = CHUNK_HEAD.unpack(
-            view[HEADER_BYTES:]
+        subscription, size, sequence, published_at, total, offset = (
+            CHUNK_HEAD.unpack_from(view, HEADER_BYTES)
         )
     except struct.error as error:
-        raise Malformed("chunk head of a wrong size") from error
-    return Chunk(subscription, sequence, published_at, total, offset)
+        raise Malformed("head of a chunk cut off") from error
+    part = view[HEADER_BYTES + CHUNK_HEAD.size :]
+    if len(part) != size:
+        raise Malformed(f"a first part of {len(part)} bytes in place of {size}")
+    return Chunk(subscription, sequence, published_at, total, offset, part)

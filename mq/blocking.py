@@ -1,0 +1,504 @@
+"""A queue whose calls block: what `mq.MQ` is without its asyncio twins."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mq import exits, settings, stats
+from mq.errors import (
+    Closed,
+    FlushTimeout,
+    MembersTimeout,
+    MessagesLost,
+    RecvTimeout,
+    SubscribeTimeout,
+    UntrustedPayload,
+)
+from mq.errors import CodecError as _CodecError
+from mq.members import Member
+from mq.mesh import wire
+from mq.message import CLEAR, KEEP_ALL, History, Message, check_topic
+from mq.transport import Capabilities
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from mq.buffers import Pool
+    from mq.codec import Codec
+    from mq.join import Joined
+    from mq.mesh.incoming import Entry, Run, Subscription
+
+logger = logging.getLogger(__name__)
+
+_new_message = tuple.__new__
+
+DEFAULT_DEPTH = 1000
+DEFAULT_WINDOW_BYTES = 256 << 20
+
+
+class BlockingQueue:
+    """The calls of `mq.MQ` but for its asyncio twins."""
+
+    def __init__(
+        self, resolved: settings.Settings, joined: Joined, codec: Codec, pool: Pool
+    ) -> None:
+        self.name = resolved.name
+        self.backend = resolved.backend
+        self.capabilities: Capabilities = joined.link.capabilities
+        self._settings = resolved
+        self._joined = joined
+        self._driver = joined.driver
+        self._mesh = joined.driver.mesh
+        self._codec = codec
+        self._pool = pool
+        self._topics: set[str] = set()
+        self._publish = self._driver.publish
+        self._pop = self._driver.pop
+        self._take = self._driver.take
+        self._join = self._driver.join
+        self._encode = codec.encode
+        self._encode_plain = codec.encode_plain
+        self._decode = codec.decode
+        self._close_lock = threading.Lock()
+        self._closed = False
+        self._mesh.subscriber.inbox.prepare = self._prepare
+        exits.register(self)
+
+    def __repr__(self) -> str:
+        return f"<MQ {self.backend} {self.name!r} in group {self._settings.group!r}>"
+
+    # -- publishing ----------
+
+    def publish(
+        self,
+        topic: str,
+        payload: Any,
+        *,
+        retain: bool = False,
+        urgent: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        """Hand a message to every subscriber of a topic, or to none.
+
+        When it returns, the caller may change `payload` again.
+
+        Args:
+            topic: 1 to 255 bytes of UTF-8 without control characters.
+            payload: Data, arrays and tensors in any nesting; see `mq.codec.Codec`.
+                `mq.CLEAR` with `retain=True` drops the retained message.
+            retain: Also send it to each later subscriber, until the next retained one.
+            urgent: Send at once instead of joining a batch that is being filled.
+            timeout: Seconds to wait for subscribers that are behind; None waits, 0
+                only tries.
+
+        Raises:
+            PublishTimeout: Some subscriber had no room in time; nobody got it.
+            MessageTooLarge, CodecError: Some subscriber would refuse it; nobody got it.
+            Closed: The queue is closed.
+        """
+        if type(payload) is dict and not (retain or urgent):
+            data = self._encode_plain(payload)
+            if data is not None and self._join(topic, data):
+                return
+        if topic not in self._topics:
+            self._check_new_topic(topic)
+        if payload is CLEAR:
+            self._clear(topic, retain)
+            return
+        self._publish(topic, self._encode(payload, topic), retain, urgent, timeout)
+
+    def _check_new_topic(self, topic: str) -> None:
+        check_topic(topic)
+        self._topics.add(topic)
+
+    def _clear(self, topic: str, retain: bool) -> None:
+        if not retain:
+            raise ValueError("mq.CLEAR is published with retain=True only")
+
+        def clear() -> None:
+            self._mesh.publisher.topic(topic).retained = None
+
+        self._driver.run(clear)
+
+    @contextlib.contextmanager
+    def loan(
+        self,
+        topic: str,
+        shape: Sequence[int],
+        dtype: Any,
+        *,
+        retain: bool = False,
+        timeout: float | None = None,
+    ) -> Iterator[Any]:
+        """A tensor in the transport's own memory, published when the block ends.
+
+        An exception in the block publishes nothing. The tensor must not be used after
+        the block.
+
+        Args:
+            topic: Where to publish.
+            shape: Of the tensor.
+            dtype: A torch dtype for a tensor, anything NumPy knows for an array.
+            retain, timeout: As for `publish`.
+
+        Yields:
+            A tensor or array of that shape, uninitialised.
+        """
+        from mq import loans
+
+        check_topic(topic)
+        self._driver.check()
+        loaned = loans.allocate(self._pool, shape, dtype)
+        yield loaned
+        self.publish(topic, loaned, retain=retain, timeout=timeout)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all that was published so far is in its subscribers' inboxes.
+
+        Raises:
+            FlushTimeout: Some message is still on its way; it will go on.
+        """
+        self._driver.check()
+        marks = self._driver.marks()
+        unsettled = self._mesh.publisher.unsettled
+        if not self._driver.wait_until(lambda: not unsettled(marks), timeout):
+            left = self._driver.describe_feeds(unsettled(marks))
+            raise FlushTimeout(f"{self!r}: not flushed within {timeout:g} s: {left}")
+
+    # -- subscribing ----------
+
+    def subscribe(
+        self,
+        topic: str,
+        *,
+        history: History = KEEP_ALL,
+        depth: int = DEFAULT_DEPTH,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        zero_copy: bool = False,
+        device: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Receive what is published on a topic from now on.
+
+        When it returns, every member present will deliver what it publishes. Calling
+        it again with the same options does nothing.
+
+        Args:
+            topic: Matched exactly.
+            history: `mq.KEEP_ALL`: lose nothing, publishers wait for this member.
+                `mq.keep_last(n)`: keep the newest n of each publisher.
+            depth: Messages that may be on their way or unread, over all publishers;
+                each publisher may always have one.
+            window_bytes: The same in bytes; each publisher may always have one message
+                of any size.
+            zero_copy: Read-only views of the transport's memory, where it has any.
+            device: Where received tensors go, such as "cuda:0"; None: where the
+                transport delivers them.
+            timeout: Seconds to wait for the members' acknowledgement.
+
+        Raises:
+            SubscribeTimeout: Some members have not acknowledged; the subscription is in
+                force all the same.
+            ValueError: Already subscribed with other options, or a bad argument.
+        """
+        check_topic(topic)
+        if not isinstance(history, History):
+            raise TypeError("history is mq.KEEP_ALL or mq.keep_last(n)")
+        for what, number in (("depth", depth), ("window_bytes", window_bytes)):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{what} is {number!r}, but must be 1 or more")
+        options = (history.keep, depth, window_bytes, zero_copy, device)
+        subscriber = self._mesh.subscriber
+        found: list[Subscription] = []
+
+        def begin() -> None:
+            known = subscriber.topics.get(topic)
+            if known is None:
+                counters = self._mesh.publisher.topic(topic).stats
+                sessions = list(self._mesh.sessions.values())
+                known = subscriber.subscribe(topic, *options, counters, sessions)
+            elif known.options != options:
+                raise ValueError(
+                    f"already subscribed to {topic!r} with other options; unsubscribe "
+                    "first"
+                )
+            found.append(known)
+
+        self._driver.run(begin)
+        subscription = found[0]
+        if not self._driver.wait_until(
+            lambda: not subscriber.unconfirmed(subscription), timeout
+        ):
+            names = [s.name for s in subscriber.unconfirmed(subscription)]
+            raise SubscribeTimeout(
+                f"{self!r}: {names} did not acknowledge the subscription to {topic!r} "
+                f"within {timeout:g} s; it stays in force and reaches them when they "
+                "answer"
+            )
+
+    def unsubscribe(self, topic: str) -> None:
+        """End a subscription; when it returns, `recv` returns no more of this topic."""
+
+        def end() -> None:
+            sessions = list(self._mesh.sessions.values())
+            self._mesh.subscriber.unsubscribe(topic, sessions)
+
+        self._driver.run(end)
+
+    def recv(self, timeout: float | None = None) -> Message:
+        """The next message of any subscribed topic.
+
+        Args:
+            timeout: Seconds to wait; None waits, 0 only looks.
+
+        Raises:
+            RecvTimeout: Nothing came in time.
+            MessagesLost: A publisher had given this member up; the queue goes on.
+            UntrustedPayload, CodecError: A message could not be decoded; the next
+                call goes on.
+            Closed: The queue is closed, or was closed while waiting.
+        """
+        message = self._pop()
+        if message is not None:
+            return message  # type: ignore[no-any-return]
+        item = None
+        try:
+            item = self._take(timeout)
+            if item is None:
+                raise RecvTimeout(f"{self!r}: no message within {timeout:g} s")
+            return self._finish(item)
+        except KeyboardInterrupt:
+            if item is not None:
+                self._driver.put_back(item)
+            raise
+
+    def _finish(self, item: Message | Entry | MessagesLost) -> Message:
+        """What `recv` returns, or raises, for what it took."""
+        if type(item) is Message:
+            return item
+        if isinstance(item, MessagesLost):
+            raise item
+        return self._message(item)  # type: ignore[arg-type]
+
+    def _prepare(self, run: Run, start: int, stop: int) -> list[Message]:
+        """Decode plain messages of a run, several at once; called under the lock."""
+        areas = run.areas[start:stop]
+        payloads = self._codec.decode_plain(areas)
+        source = run.source
+        topic, peer = source.subscription.topic, source.session.peer
+        name, incarnation = peer.name, peer.incarnation
+        # Half the time of Message(...), which parses its arguments in Python.
+        return [
+            _new_message(
+                Message,
+                (topic, payload, name, sequence, incarnation, published_at, len(area)),
+            )
+            for sequence, payload, published_at, area in zip(
+                range(run.first + start, run.first + stop),
+                payloads,
+                run.times[start:stop],
+                areas,
+                strict=False,
+            )
+        ]
+
+    def _message(self, entry: Entry) -> Message:
+        source, sequence, published_at, area = entry
+        subscription = source.subscription
+        peer = source.session.peer
+        nbytes = len(area)
+        try:
+            if area.readonly and area[3]:
+                # It has buffers and lies in a batch: give it memory of its own.
+                copy = self._pool.take(nbytes)
+                copy[:] = area
+                area = copy
+            payload = self._decode(area, device=subscription.device)
+        except _CodecError as error:
+            subscription.stats.refused += 1
+            kind = UntrustedPayload if isinstance(error, UntrustedPayload) else None
+            raise (kind or _CodecError)(
+                f"message {sequence} from {peer.name!r} on {subscription.topic!r}: "
+                f"{error}"
+            ) from error
+        return Message(
+            subscription.topic,
+            payload,
+            peer.name,
+            sequence,
+            peer.incarnation,
+            published_at,
+            nbytes,
+        )
+
+    def __iter__(self) -> Iterator[Message]:
+        """Messages until the queue is closed."""
+        while True:
+            try:
+                message = self.recv()
+            except Closed:
+                return
+            yield message
+
+    # -- members ----------
+
+    def members(self) -> list[Member]:
+        """Who is in the group, this member included, by name."""
+        self._driver.check()
+        with self._driver.lock:
+            peers = [s.peer for s in self._mesh.sessions.values() if s.introduced]
+            peers.append(self._mesh.config.greeting())
+        members = [
+            Member(
+                peer.name,
+                peer.process.host,
+                peer.process.pid,
+                tuple(peer.labels),
+                peer.since,
+                peer.incarnation,
+            )
+            for peer in peers
+        ]
+        return sorted(members, key=lambda member: member.name)
+
+    def wait_for_members(self, n: int, timeout: float | None = None) -> None:
+        """Wait until the group has at least `n` members, this one included.
+
+        Raises:
+            MembersTimeout: There were fewer; names those that are there.
+        """
+
+        def enough() -> bool:
+            return sum(s.introduced for s in self._mesh.sessions.values()) + 1 >= n
+
+        if not self._driver.wait_until(enough, timeout):
+            names = [member.name for member in self.members()]
+            raise MembersTimeout(
+                f"{self!r}: {len(names)} of {n} members within {timeout:g} s: {names}"
+            )
+
+    def subscribers(self, topic: str) -> list[str]:
+        """Names of the other members subscribed to a topic."""
+        check_topic(topic)
+        self._driver.check()
+        with self._driver.lock:
+            return self._mesh.publisher.subscribers(topic)
+
+    def wait_for_subscribers(
+        self, topic: str, n: int = 1, timeout: float | None = None
+    ) -> None:
+        """Wait until at least `n` other members are subscribed to a topic.
+
+        Raises:
+            MembersTimeout: There were fewer; names those that are there.
+        """
+        check_topic(topic)
+        publisher = self._mesh.publisher
+        if not self._driver.wait_until(
+            lambda: len(publisher.subscribers(topic)) >= n, timeout
+        ):
+            names = self.subscribers(topic)
+            raise MembersTimeout(
+                f"{self!r}: {len(names)} of {n} subscribers of {topic!r} within "
+                f"{timeout:g} s: {names}"
+            )
+
+    # -- state ----------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, as plain dictionaries: see `mq.stats` and `mq.buffers.Pool`.
+
+        `topics` by topic, `peers` by member, `mesh` for the member as a whole, `pool`
+        for its memory, `inbox` for the number of messages that wait for `recv`.
+        """
+        with self._driver.lock:
+            counters = stats.of_mesh(self._mesh)
+        return {**counters, "pool": self._pool.stats()}
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen and why: settings and their sources, addresses, versions."""
+        resolved, joined = self._settings, self._joined
+        with self._driver.lock:
+            peers = {
+                s.name: {
+                    "wire": s.wire,
+                    "peer_timeout": s.timeout,
+                    "versions": s.peer.versions,
+                    "host": s.peer.process.host,
+                    "pid": s.peer.process.pid,
+                }
+                for s in self._mesh.sessions.values()
+            }
+            versions = self._mesh.config.greeting().versions
+        meeting = joined.meeting
+        return {
+            "backend": resolved.backend,
+            "group": resolved.group,
+            "name": resolved.name,
+            "incarnation": self._mesh.config.incarnation,
+            "addresses": list(joined.addresses),
+            "rendezvous": "explicit" if meeting is None else meeting.description,
+            "labels": list(resolved.labels),
+            "peer_timeout": resolved.peer_timeout,
+            "max_message_bytes": resolved.max_message_bytes,
+            "versions": versions,
+            "peers": peers,
+            "sources": dict(resolved.sources),
+        }
+
+    # -- end ----------
+
+    def close(self, linger: float = 30.0) -> None:
+        """Deliver what was published, leave the group, free everything. Idempotent.
+
+        Args:
+            linger: Seconds to deliver at most; what then remains is counted in a
+                warning.
+        """
+        driver = self._driver
+        if driver.forked:
+            return
+        driver.closing = True
+        driver.poller.wake()
+        with self._close_lock:
+            if self._closed:
+                return
+            try:
+                left = driver.leave("closed", linger)
+                if left:
+                    logger.warning(
+                        "%r closed with messages undelivered after %g s: %s",
+                        self,
+                        linger,
+                        driver.describe_feeds(left),
+                    )
+            finally:
+                self._closed = True
+                driver.discard_inbox()
+                exits.unregister(self)
+                self._joined.close()
+
+    def types_changed(self) -> None:
+        """Tell the others which types this member accepts now."""
+
+        def announce() -> None:
+            accepts = sorted(self._codec.accepts())
+            for session in self._mesh.sessions.values():
+                session.control(wire.ACCEPTS, accepts)
+
+        with contextlib.suppress(Closed):
+            self._driver.run(announce)
+
+    def abandon(self) -> None:
+        """In a forked child: let go, without harm to the parent. Called by the fork."""
+        self._joined.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -1,0 +1,113 @@
+"""Messages that travel in chunks: how they are cut, and whose memory they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from mq.frames import Frames
+
+INLINE_BYTES: Final = 32 * 1024
+"""Messages up to this size travel in batches; larger ones in chunks of their own."""
+GATHER_BYTES: Final = 64 * 1024
+"""Pieces below this size travel in heads of chunks, up to as many bytes together."""
+_SLICE_ALIGNMENT: Final = 4096
+
+Take = Callable[[int], memoryview]
+
+
+class Chunk:
+    """A part of a large message: small pieces, then a slice of a large one, or either.
+
+    Attributes:
+        offset: Where its first byte lies in the message's area.
+        part: The small pieces and the pads between them, copied.
+        view: The slice; the caller's memory until `own`. None: there is none.
+        owned: Whether nobody will write to that memory while a view of it exists.
+    """
+
+    __slots__ = ("offset", "owned", "part", "view")
+
+    def __init__(self, offset: int, part: bytes, view: memoryview | None) -> None:
+        self.offset = offset
+        self.part = part
+        self.view = view
+        self.owned = view is None
+
+    def own(self, take: Take) -> None:
+        """Copy the slice into memory of the pool, once for all subscribers."""
+        if not self.owned:
+            assert self.view is not None
+            copy = take(len(self.view))
+            copy[:] = self.view
+            self.view = copy
+            self.owned = True
+
+
+class Large:
+    """The chunks of a message, shared by all its subscribers.
+
+    Its length is that of the message in bytes.
+
+    Attributes:
+        chunks: None in place of those that nobody needs any more.
+        owned: Whether nothing of it is the caller's memory.
+    """
+
+    __slots__ = ("_nbytes", "chunks", "owned")
+
+    def __init__(self, nbytes: int, chunks: list[Chunk | None]) -> None:
+        self._nbytes = nbytes
+        self.chunks = chunks
+        self.owned = False
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def own(self, take: Take, needed: Iterable[int]) -> None:
+        """Copy the chunks still needed, so that the caller's memory is free again."""
+        if self.owned:
+            return
+        keep = set(needed)
+        for index, chunk in enumerate(self.chunks):
+            if chunk is not None and index in keep:
+                chunk.own(take)
+            else:
+                self.chunks[index] = None
+        self.owned = True
+
+    def free_before(self, index: int) -> None:
+        """Every subscriber has the chunks before this one: let their memory go."""
+        while index > 0 and self.chunks[index - 1] is not None:
+            index -= 1
+            self.chunks[index] = None
+
+
+def cut(frames: Frames, chunk_bytes: int) -> Large:
+    """Cut an area into chunks: slices of its large pieces, small ones with the next."""
+    chunks: list[Chunk | None] = []
+    gathered = min(GATHER_BYTES, chunk_bytes)
+    offset, part = 0, b""
+    for start, view in frames.segments():
+        if len(view) < gathered:
+            if part and start + len(view) - offset <= gathered:
+                part += bytes(start - offset - len(part)) + view
+                continue
+            if part:
+                chunks.append(Chunk(offset, part, None))
+            offset, part = start, bytes(view)
+            continue
+        count = -(-len(view) // chunk_bytes)
+        step = -(-len(view) // count)
+        step = min(chunk_bytes, -(-step // _SLICE_ALIGNMENT) * _SLICE_ALIGNMENT)
+        for begin in range(0, len(view), step):
+            slice_ = view[begin : begin + step]
+            if part:
+                chunks.append(Chunk(offset, part, slice_))
+                part = b""
+            else:
+                chunks.append(Chunk(start + begin, b"", slice_))
+    if part:
+        chunks.append(Chunk(offset, part, None))
+    return Large(frames.nbytes, chunks)

@@ -1,0 +1,291 @@
+"""Who polls: one thread leads at a time.
+
+A blocking call takes the lead and polls the engine in its own thread, so the hot path
+has no thread hop; other callers follow on a condition. When no call has led for
+`IDLE_SECONDS`, the keeper thread leads and does everything. All protocol code runs
+under one lock, which is free while the leader sleeps in the poller, so `publish` sends
+from its own thread at any time.
+
+The keeper costs the other threads the interpreter lock whenever it wakes. So while
+calls come and go it only naps, looks at the clock without any lock, and naps again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from mq.errors import Closed, ForkedProcess
+from mq.mesh.mesh import Mesh
+from mq.mesh.poller import Poller
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS: Final = 0.02
+"""How long the lead stays free for the next call before the keeper takes it."""
+LOOK_SECONDS: Final = 0.001
+"""`publish` looks at what has arrived when nobody has for so long."""
+CALM_SECONDS: Final = 0.25
+"""After so long in one wait of a leader, the keeper sleeps until the wait ends."""
+_KEEPER: Final = -1
+_NEVER: Final = float("inf")
+
+
+class Lead:
+    """A mesh, its lock, its keeper thread, and turns at polling it.
+
+    Attributes:
+        closing: Whether calls must end.
+        forked: Whether this is the copy of another process's queue.
+        upkeep: Called by the keeper every `upkeep_seconds`, without the lock.
+    """
+
+    def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
+        self.mesh = mesh
+        self.poller = poller
+        self.lock = threading.Lock()
+        self.closing = False
+        self.forked = False
+        self.upkeep: Callable[[], None] = lambda: None
+        self.upkeep_seconds = 1.0
+        self._where = where
+        self._changes = threading.Condition(self.lock)
+        self._followers = 0
+        self._leader: int | None = None
+        self._asleep_until = 0.0
+        self._asleep_since = 0.0
+        self._led_at = 0.0
+        self._polled_at = 0.0
+        self._batch_at = _NEVER
+        self._ready: list[int] = []
+        self._seen = 0
+        self._listeners: list[Callable[[], None]] = []
+        mesh.watch_added = poller.register
+        mesh.watch_removed = poller.unregister
+        self._upkeep_at = 0.0
+        self._stop = False
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._nap_until = 0.0
+        self._keeper = threading.Thread(
+            target=self._keep, name="mq-keeper", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start the keeper."""
+        self._keeper.start()
+
+    def stop(self) -> None:
+        """End the keeper and wait for it."""
+        with self.lock:
+            self._stop = True
+            self._ring()
+        self.poller.wake()
+        if threading.current_thread() is not self._keeper:
+            self._keeper.join(5.0)
+
+    def abandon(self) -> None:
+        """In a forked child: whoever held the lock does not exist here."""
+        self.forked = True
+        self.lock = threading.Lock()
+        self.mesh.publisher.close_gates()
+
+    def check(self) -> None:
+        """Raises: Closed, ForkedProcess, if the queue cannot be used any more."""
+        if self.closing or self.mesh.replaced or self.forked:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        if self.forked:
+            raise ForkedProcess(
+                f"{self._where} was connected before this process was forked; connect "
+                "in the child, or start children with 'spawn' or 'forkserver'"
+            )
+        raise Closed(f"{self._where} is closed: {self.mesh.replaced or 'close()'}")
+
+    # -- what a call does ----------
+
+    def _poll(self, flush: bool = False, until_message: bool = False) -> None:
+        """Let the mesh work; the lock is held."""
+        ready, self._ready = self._ready, []
+        mesh = self.mesh
+        try:
+            mesh.poll(ready, flush=flush, until_message=until_message)
+        except BaseException:
+            mesh.recover()
+            raise
+        finally:
+            self._polled_at = time.monotonic()
+            if mesh.changed != self._seen:
+                self._seen = mesh.changed
+                if self._followers:
+                    self._changes.notify_all()
+                for listener in self._listeners:
+                    listener()
+
+    def _sleep(self, deadline: float | None) -> bool:
+        """Wait until something may have changed; the lock is held before and after.
+
+        Returns:
+            False if the deadline has passed.
+        """
+        now = time.monotonic()
+        if deadline is not None and now >= deadline:
+            return False
+        me = threading.get_ident()
+        if self._leader in (None, _KEEPER, me):
+            # A keeper that leads sleeps on, and naps when the next event wakes it.
+            self._leader = me
+            until = self.mesh.next_deadline()
+            if deadline is not None:
+                until = min(until, deadline)
+            self._wait_for_events(until, now, me)
+        else:
+            self._followers += 1
+            try:
+                self._changes.wait(None if deadline is None else deadline - now)
+            finally:
+                self._followers -= 1
+        return True
+
+    def _wait_for_events(self, until: float, now: float, me: int) -> None:
+        self._asleep_until = until
+        self._asleep_since = now
+        ready: list[int] = []
+        self.lock.release()
+        try:
+            ready = self.poller.wait(max(0.0, until - now))
+        finally:
+            self.lock.acquire()
+            if self._leader == me:
+                self._asleep_until = 0.0
+                self._ready = ready
+            else:
+                # A call took the lead meanwhile; this wake-up was meant for it.
+                self.poller.wake()
+
+    def _leave(self) -> None:
+        """A call ends; the lead stays free for the next one. The lock is held."""
+        if self._leader == threading.get_ident():
+            self._leader = None
+            self._led_at = time.monotonic()
+            self._batch_at = self.mesh.batch_deadline()
+            if self._followers:
+                self._changes.notify_all()
+            self._need_keeper(self._led_at)
+        elif self.mesh.next_deadline() < self._asleep_until:
+            self.poller.wake()  # what this call left unfinished is the leader's
+
+    def _sent(self, now: float, held_until: float | None) -> None:
+        """Something was sent outside of the lead; see to what follows of it.
+
+        Args:
+            now: The time.
+            held_until: When a batch that was held back must leave, if there is one.
+        """
+        if self._leader == _KEEPER and held_until is not None:
+            self._leader = None  # it must watch the clock, not the engine
+            self.poller.wake()
+        if self._leader is None:
+            self._led_at = now
+            if now - self._polled_at > LOOK_SECONDS:
+                self._poll()
+            if held_until is not None:
+                self._batch_at = held_until
+            self._need_keeper(now)
+        else:
+            self._nudge()
+
+    def _nudge(self) -> None:
+        """After sending outside of the lead: keep the sleeping leader up to date."""
+        if self._leader is None:
+            self._need_keeper(time.monotonic())
+        elif self._leader != threading.get_ident():
+            # The engine may have taken in, while sending, what would have woken it.
+            before = self.mesh.changed
+            self._poll()
+            if (
+                self.mesh.changed != before
+                or self.mesh.next_deadline() < self._asleep_until
+            ):
+                self.poller.wake()
+
+    # -- the keeper ----------
+
+    def _need_keeper(self, now: float) -> None:
+        """Nobody leads any more: the keeper must not sleep for long."""
+        latest = min(now + 2 * IDLE_SECONDS, self._batch_at + LOOK_SECONDS)
+        if self._listeners or self._nap_until > latest:
+            self._ring()
+
+    def _ring(self) -> None:
+        self._nap_until = 0.0
+        if self._bell.locked():
+            self._bell.release()
+
+    def _keep(self) -> None:
+        nap = 0.0
+        while not self._stop:
+            if nap > 0.0:
+                self._nap_until = time.monotonic() + nap
+                self._bell.acquire(timeout=nap)
+                self._nap_until = 0.0
+            # Without the lock: two numbers are all that most turns look at.
+            now = time.monotonic()
+            nap = min(self._led_at + IDLE_SECONDS, self._batch_at) - now
+            if nap <= 0.0 or self._listeners or now >= self._upkeep_at:
+                with self.lock:
+                    nap = self._turn()
+
+    def _turn(self) -> float:
+        """What is due; seconds until the next turn. The lock is held."""
+        self._run_upkeep()
+        now = time.monotonic()
+        if self._leader is not None and self._leader != _KEEPER:
+            self._batch_at = _NEVER  # the leader sees to it
+            calm = now - self._asleep_since > CALM_SECONDS
+            return min(1.0, self.upkeep_seconds) if calm else IDLE_SECONDS
+        try:
+            if now - self._led_at < IDLE_SECONDS and not self._listeners:
+                if now >= self._batch_at:
+                    self._poll()
+                    self._batch_at = self.mesh.batch_deadline()
+                return min(self._led_at + IDLE_SECONDS, self._batch_at) - now
+            self._leader = _KEEPER
+            self._poll()
+            if not self._stop:
+                until = self.mesh.next_deadline()
+                self._wait_for_events(until, time.monotonic(), _KEEPER)
+        except Exception:
+            logger.exception("the keeper of %s failed; it goes on", self._where)
+            return IDLE_SECONDS
+        return 0.0
+
+    def _run_upkeep(self) -> None:
+        """Look after the rendezvous now and then, without the lock."""
+        now = time.monotonic()
+        if now < self._upkeep_at or self.closing:
+            return
+        self._upkeep_at = now + self.upkeep_seconds
+        self.lock.release()
+        try:
+            self.upkeep()
+        except Exception:
+            if not self.closing:
+                logger.exception("the upkeep of %s failed; it goes on", self._where)
+        finally:
+            self.lock.acquire()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, under the lock, whenever something changed."""
+        with self.lock:
+            self._listeners.append(listener)
+            self._ring()
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        """Undo `listen`."""
+        with self.lock:
+            self._listeners.remove(listener)
