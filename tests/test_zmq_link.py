@@ -16,20 +16,24 @@ import zmq
 from link_world import PATIENCE, World
 
 from mq.mesh.poller import Poller
-from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
+from mq.transport import MAX_HEAD_BYTES, What
 from transports.zmq import ZmqLink
 
 tcp = functools.partial(ZmqLink, wires=("tcp",))
 
 MALFORMED = {
     "a head that is too large": [bytes(MAX_HEAD_BYTES + 1)],
-    "a size that is no size": [b"head", b"size?", b"body"],
-    "a size without a body": [b"head", b"\1\0\0\0"],
-    "a body of no bytes": [b"head", b"\0\0\0\0", b""],
-    "a body that is too large": [b"head", b"\1\0\x10\0", bytes(CHUNK_BYTES + 1)],
-    "a body shorter than its size": [b"head", b"\4\0\0\0", b"abc"],
-    "a body longer than its size": [b"head", b"\4\0\0\0", b"abcde"],
-    "a part too many": [b"head", b"\4\0\0\0", b"abcd", b"more"],
+    "a size that is no size": [b"head size", b"body"],
+    "a size without a head": [b"\4\0\0\0", b"body"],
+    "half a size": [b"\4\0", b"body"],
+    "a body of no bytes": [b"head\0\0\0\0", b""],
+    "a body that is too large": [
+        b"head" + (ZmqLink.chunk_bytes + 1).to_bytes(4, "little"),
+        bytes(ZmqLink.chunk_bytes + 1),
+    ],
+    "a body shorter than its size": [b"head\4\0\0\0", b"abc"],
+    "a body longer than its size": [b"head\4\0\0\0", b"abcde"],
+    "a part too many": [b"head\4\0\0\0", b"abcd", b"more"],
     "hundreds of parts": [b"head"] * 500,
 }
 
@@ -195,7 +199,7 @@ class _Interrupting:
         self._socket = sock
         self._sent = 0
 
-    def send(self, part: bytes, flags: int) -> None:
+    def send(self, part: bytes, flags: int, copy: bool = True) -> None:
         if self._sent:
             raise KeyboardInterrupt
         self._sent += 1

@@ -1,11 +1,11 @@
 """A ZeroMQ socket and what it carries: messages in parts, and the dialling end.
 
-A message is one frame, the head, or three: the head, the size of the body (4 bytes,
-little-endian) and the body; so the receiver learns the size before it takes the body,
-straight from the socket, into the mesh's memory. A single empty frame means nothing:
-it is the dialler's first, which makes it known to the ROUTER, and a way to learn
-whether a peer has room again. An empty frame followed by another says goodbye, because
-a ROUTER cannot hang up on one of its peers.
+A message is one frame, the head, or two: the head with the size of the body appended
+(4 bytes, little-endian), and the body; so the receiver learns the size before it takes
+the body, straight from the socket, into the mesh's memory. A single empty frame means
+nothing: it is the dialler's first, which makes it known to the ROUTER, and a way to
+learn whether a peer has room again. An empty frame followed by another says goodbye,
+because a ROUTER cannot hang up on one of its peers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ NOW = int(zmq.NOBLOCK)
 BURST = 32
 """Messages taken from one socket before the others have their turn."""
 LINGER_MS = 500
+SIZE_BYTES = 4
+"""Bytes in which a head tells the size of its body."""
 
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
@@ -170,7 +172,8 @@ class ZmqConn(Conn):
             if body is None:
                 sent = self._send(head)
             else:
-                sent = self._send(head, body.nbytes.to_bytes(4, "little"), body=body)
+                size = body.nbytes.to_bytes(SIZE_BYTES, "little")
+                sent = self._send(bytes(head) + size, body=body)
         except zmq.ZMQError as error:
             self.fail(f"the peer is gone ({error})")
             return True
@@ -197,14 +200,20 @@ class ZmqConn(Conn):
             port.parsing = False
             return None
         more = port.more()
+        nbytes = 0
+        if more and head:
+            nbytes = int.from_bytes(head[-SIZE_BYTES:], "little")
+            head = head[:-SIZE_BYTES]
+            if not head or not 0 < nbytes <= port.link.chunk_bytes:
+                self._malformed(f"a body of {nbytes} bytes")
+                return None
         if not 0 < len(head) <= MAX_HEAD_BYTES:
             self._read_signal(head, more)
             return None
-        if more and not self._read_size(port.receive()):
-            return None
+        self.body_nbytes = nbytes
         port.current = self if more else None
         port.parsing = False
-        return head, self.body_nbytes
+        return head, nbytes
 
     def _read_signal(self, head: bytes, more: bool) -> None:
         if head:
@@ -212,14 +221,6 @@ class ZmqConn(Conn):
         self.port.drain()
         if more and not head:
             self.fail("the peer closed the connection", finished=True)
-
-    def _read_size(self, size: bytes) -> bool:
-        nbytes = int.from_bytes(size, "little") if len(size) == 4 else 0
-        if 0 < nbytes <= self.port.link.chunk_bytes and self.port.more():
-            self.body_nbytes = nbytes
-            return True
-        self._malformed(f"a body whose size is {size[:8]!r}")
-        return False
 
     def receive_body(self, into: memoryview) -> bool:
         port = self.port

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
+from mq.transport import CHUNK_BYTES
+
 if TYPE_CHECKING:
     from mq.frames import Frames
 
@@ -12,6 +14,8 @@ INLINE_BYTES: Final = 32 * 1024
 """Messages up to this size travel in batches; larger ones in chunks of their own."""
 GATHER_BYTES: Final = 64 * 1024
 """Pieces below this size travel in heads of chunks, up to as many bytes together."""
+MOST_CHUNKS: Final = 32
+"""Chunks of a message, as far as the links carry larger ones than `CHUNK_BYTES`."""
 _SLICE_ALIGNMENT: Final = 4096
 
 Take = Callable[[int], memoryview]
@@ -85,7 +89,15 @@ class Large:
 
 
 def cut(frames: Frames, chunk_bytes: int) -> Large:
-    """Cut an area into chunks: slices of its large pieces, small ones with the next."""
+    """Cut an area into chunks: slices of its large pieces, small ones with the next.
+
+    Args:
+        chunk_bytes: What the links carry. Only messages of many times that size are cut
+            so coarsely: several chunks must be under way for the copies at both ends to
+            overlap, and another topic's message waits for one of them.
+    """
+    usual = max(CHUNK_BYTES, frames.nbytes // MOST_CHUNKS)
+    chunk_bytes = min(chunk_bytes, usual)
     chunks: list[Chunk | None] = []
     gathered = min(GATHER_BYTES, chunk_bytes)
     offset, part = 0, b""
