@@ -7,7 +7,7 @@ import pytest
 from mq import registry
 from mq.testing import CASES, CLAUSES, Case, run_case
 
-BACKENDS = ("inproc", "zmq:ipc", "zmq:tcp")
+BACKENDS = ("inproc", "nng:ipc", "nng:tcp", "zmq:ipc", "zmq:tcp")
 
 
 def _parameters() -> list[object]:
@@ -35,7 +35,7 @@ def test_transport_keeps_the_contract(backend: str, case: Case) -> None:
 
 def test_every_registered_transport_is_covered() -> None:
     """A transport in the registry is in the list above, or an alias of some there."""
-    covered = {*BACKENDS, "zmq"}
+    covered = {*BACKENDS, "nng", "zmq"}
 
     missing = {name for name in registry.table if name not in covered}
 
