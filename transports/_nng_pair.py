@@ -147,6 +147,10 @@ class Channel(ABC):
         """Free everything; what was not sent yet is dropped."""
 
     @abstractmethod
+    def freed(self) -> bool:
+        """After `close`: whether the engine has closed its descriptors too."""
+
+    @abstractmethod
     def abandon(self) -> None:
         """Close the descriptors in a forked child, without a call into NNG."""
 
@@ -184,7 +188,7 @@ class Pair(Channel):
             self._start(fd, depth, largest)
         except BaseException:
             self.close()
-            if _inode(fd) == self._inode:  # NNG has not taken it
+            if not self.freed():  # NNG has not taken it
                 os.close(fd)
             raise
 
@@ -255,7 +259,7 @@ class Pair(Channel):
 
     def ended(self) -> bool:
         # NNG closes its descriptor last, when all it has received is in the socket.
-        if self._closed or _inode(self._fd) == self._inode:
+        if self._closed or not self.freed():
             return self._closed
         poller = select.poll()
         poller.register(self.recv_fd, select.POLLIN)
@@ -275,11 +279,14 @@ class Pair(Channel):
             lib.nng_socket_close(self._socket)
             os.close(self.watch_fd)
 
+    def freed(self) -> bool:
+        return _inode(self._fd) != self._inode
+
     def abandon(self) -> None:
         if not self._closed:
             self._closed = True
             os.close(self.watch_fd)
-            if _inode(self._fd) == self._inode:
+            if not self.freed():
                 os.close(self._fd)
 
 

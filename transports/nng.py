@@ -287,6 +287,7 @@ class NngConn(Conn):
                 link.unwatch(fd)
             link.unread(channel.recv_fd)
             channel.close()
+            link.freeing.append(channel)
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child."""
@@ -323,6 +324,7 @@ class NngLink(Link):
         self.conns: dict[NngConn, None] = {}
         self.closing: dict[NngConn, float] = {}
         self.strangers: dict[NngConn, float] = {}
+        self.freeing: list[Channel] = []
         self._wires = tuple(wires)
         self._depth = depth
         self._readers: dict[int, NngConn] = {}
@@ -412,6 +414,7 @@ class NngLink(Link):
 
     def admit(self, address: str) -> NngConn:
         """A connection that a peer began; it is a stranger until it says hello."""
+        self._still_freeing()
         now = time.monotonic()
         for stranger, since in list(self.strangers.items()):
             if len(self.strangers) > _STRANGERS or now - since > _GREETING_SECONDS:
@@ -424,6 +427,7 @@ class NngLink(Link):
 
     def dial(self, address: str) -> Conn:
         self._check(address)
+        self._still_freeing()
         conn = NngConn(self, address, What.OPENED)
         self.conns[conn] = None
         wire, _, rest = address.partition("://")
@@ -548,6 +552,10 @@ class NngLink(Link):
         finally:
             self._free()
 
+    def _still_freeing(self) -> bool:
+        self.freeing = [channel for channel in self.freeing if not channel.freed()]
+        return bool(self.freeing)
+
     def _stop_listening(self) -> None:
         for listener in self._listeners:
             self.unwatch(listener.fileno())
@@ -561,6 +569,9 @@ class NngLink(Link):
     def _free(self) -> None:
         for conn in list(self.conns):
             conn.drop()
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while self._still_freeing() and time.monotonic() < deadline:
+            time.sleep(0.0005)  # NNG closes descriptors in a thread that tells nobody
         self._open = False
         self._poller.unregister(self._rare.fileno())
         self._rare.close()

@@ -171,14 +171,12 @@ def connect(worker: Worker, backend: str, options: dict[str, Any]) -> int:
     """
     import mq
 
-    if registry.capabilities(backend).engine_stays:
-        _start_engine(backend, options)
     worker.baseline = resources()
     worker.queue = mq.connect(backend, **options)
     return os.getpid()
 
 
-def _start_engine(backend: str, options: dict[str, Any]) -> None:
+def start_engine(worker: Worker, backend: str, options: dict[str, Any]) -> None:
     """Use the engine once; what it keeps from then on is no leak of a queue."""
     own = registry.option_names(backend)
     link = registry.create(backend, {k: v for k, v in options.items() if k in own})
@@ -188,6 +186,7 @@ def _start_engine(backend: str, options: dict[str, Any]) -> None:
     finally:
         link.close()
         poller.close()
+    worker.baseline = resources()
 
 
 def call(worker: Worker, method: str, *args: Any, **kwargs: Any) -> Any:
