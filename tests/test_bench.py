@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import payloads, plan, raw, report
+from bench import payloads, plan, raw, raw_nng, report
 from bench.command import main, measure
 from bench.peer import Metrics, Peer, Unusable
 from bench.rows import Cell, Result, Usage, Writer, percentiles, read

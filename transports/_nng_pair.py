@@ -7,12 +7,13 @@ process, and so does its clean-up at exit, or it hangs. `engine` knows, and says
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
 import socket
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pynng
 from pynng import ffi, lib
@@ -110,11 +111,14 @@ class Channel(ABC):
 
     Attributes:
         recv_fd: Readable while `receive` may return something.
-        watch_fd: Hangs up when the connection breaks; -1 where `recv_fd` tells.
+        watch_fd: When one of `watch_events` happens to it, `watched` must be called.
+        in_band: Whether `recv_fd` also tells that the connection broke.
     """
 
     recv_fd: int
-    watch_fd: int = -1
+    watch_fd: int
+    watch_events: ClassVar[int]
+    in_band: ClassVar[bool] = False
 
     @abstractmethod
     def send(
@@ -124,7 +128,15 @@ class Channel(ABC):
 
     @abstractmethod
     def room_fd(self) -> int:
-        """Readable when a refused message may be tried again."""
+        """Readable when there is room again; -1 where `watch_fd` tells."""
+
+    @abstractmethod
+    def has_room(self) -> bool:
+        """Whether a refused message may be tried again."""
+
+    @abstractmethod
+    def watched(self) -> bool:
+        """Look at what `watch_fd` tells; whether the connection is broken."""
 
     @abstractmethod
     def receive(self) -> memoryview | None:
@@ -148,7 +160,7 @@ class Channel(ABC):
 
     @abstractmethod
     def freed(self) -> bool:
-        """After `close`: whether the engine has closed its descriptors too."""
+        """After `close`: whether the engine has let go of everything, too."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -166,6 +178,8 @@ class Pair(Channel):
         largest: Bytes of the largest message; NNG hangs up on longer ones.
     """
 
+    watch_events = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+
     def __init__(self, fd: int, depth: int, largest: int) -> None:
         self._fd = fd
         self._inode = _inode(fd)
@@ -175,6 +189,8 @@ class Pair(Channel):
         self._room: select.poll | None = None
         self._room_fd = -1
         self._closed = False
+        self._heard = False
+        self._disposed = False
         # The engine shuts its descriptor down before it closes it, and the copy tells.
         self.watch_fd = os.dup(fd)
         opened = ffi.new("nng_socket *")
@@ -188,8 +204,9 @@ class Pair(Channel):
             self._start(fd, depth, largest)
         except BaseException:
             self.close()
-            if not self.freed():  # NNG has not taken it
+            if self._is_open():  # NNG has not taken it
                 os.close(fd)
+            self.freed()
             raise
 
     def _start(self, fd: int, depth: int, largest: int) -> None:
@@ -216,7 +233,7 @@ class Pair(Channel):
         if body is not None:
             if self._room is None:
                 self.room_fd()
-            if self._room is not None and not self._room.poll(0):
+            if not self.has_room():
                 return False  # before a copy that would be for nothing
             nbytes += body.nbytes
         out = self._out
@@ -242,10 +259,17 @@ class Pair(Channel):
             self._room.register(self._room_fd, select.POLLIN)
         return self._room_fd
 
+    def has_room(self) -> bool:
+        return self._room is not None and bool(self._room.poll(0))
+
+    def watched(self) -> bool:
+        return True
+
     def receive(self) -> memoryview | None:
         message = self._in
         if lib.nng_recvmsg(self._socket, message, _NOW):
             return None
+        self._heard = True
         nbytes = lib.nng_msg_len(message[0])
         self._view = memoryview(ffi.buffer(lib.nng_msg_body(message[0]), nbytes))
         return self._view
@@ -259,7 +283,7 @@ class Pair(Channel):
 
     def ended(self) -> bool:
         # NNG closes its descriptor last, when all it has received is in the socket.
-        if self._closed or not self.freed():
+        if self._closed or self._is_open():
             return self._closed
         poller = select.poll()
         poller.register(self.recv_fd, select.POLLIN)
@@ -273,20 +297,40 @@ class Pair(Channel):
                 return False
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.release()
+        if self._closed:
+            return
+        self._closed = True
+        self.release()
+        if self._heard:
+            self._dispose()
+        else:
+            # NNG 1.11 never closes the descriptor of a socket that is closed while it
+            # still negotiates (6 of 90 times): so first have it see the connection end.
+            with socket.socket(fileno=os.dup(self.watch_fd)) as stream:
+                with contextlib.suppress(OSError):  # not connected any more
+                    stream.shutdown(socket.SHUT_RDWR)
+        os.close(self.watch_fd)
+
+    def _dispose(self) -> None:
+        if not self._disposed:
+            self._disposed = True
             lib.nng_socket_close(self._socket)
-            os.close(self.watch_fd)
 
     def freed(self) -> bool:
-        return _inode(self._fd) != self._inode
+        if self._is_open():
+            return False
+        self._dispose()
+        return True
+
+    def _is_open(self) -> bool:
+        """Whether NNG has not closed its descriptor yet."""
+        return _inode(self._fd) == self._inode
 
     def abandon(self) -> None:
         if not self._closed:
             self._closed = True
             os.close(self.watch_fd)
-            if not self.freed():
+            if self._is_open():
                 os.close(self._fd)
 
 

@@ -7,8 +7,8 @@ of peers, no redial that would continue a stream with a gap, and a copy of the
 descriptor tells of the break, where NNG would call Python from its own threads.
 
 **On the wire** a message is the size of its head (4 bytes, little-endian), the head and
-the body. A head of no bytes marks what the links say to each other: `_HELLO`, the first
-message of either end, and `_BYE`, the last of the end that closes.
+the body. A head of no bytes marks what the links say to each other: hello, the first
+message of either end, and bye, the last of the end that closes.
 """
 
 from __future__ import annotations
@@ -31,270 +31,16 @@ from pynng import lib
 from mq import addresses
 from mq.mesh.poller import Poller
 from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
+from transports._nng_conns import LINGER_SECONDS, NngConn
 from transports._nng_pair import PREFIX_BYTES, Channel, Pair, engine
 
 logger = logging.getLogger(__name__)
 
-_HELLO = b"tensormq nng 1"
-_BYE = b"bye"
-_LINGER_SECONDS = 0.5
 _GREETING_SECONDS = 5.0
 _STRANGERS = 128
 _HEADROOM_BYTES = 64 * 1024
 _SEND_BYTES = 4 << 20  # a unix socket's default costs a third of the speed
 _BACKLOG = 1024
-_BROKEN = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
-_LOST = "the connection was lost"
-
-
-class NngConn(Conn):
-    """One connection, from dialling or accepting to its end.
-
-    Attributes:
-        reason: Why it is lost or closed.
-        news: What is to be reported once the peer's link has said hello.
-    """
-
-    def __init__(self, link: NngLink, address: str, news: What) -> None:
-        self.address = address
-        self.reason = ""
-        self.news: What | None = news
-        self._link = link
-        self._channel: Channel | None = None
-        self._dialling: socket.socket | None = None
-        self._readable = Event(What.READABLE, self)
-        self._message: memoryview | None = None
-        self._body = 0  # where in the message it begins; 0: there is none
-        self._taking = False
-        self._room_fd = -1
-        self._room = False
-        self._broken = False  # the wire; the engine may still hold messages
-        self._gone = False  # nothing more is read, and LOST is next
-        self._closing = False
-        self._said_bye = False
-
-    # -- opening ----------
-
-    def dial(self, sock: socket.socket, target: tuple[str, int] | str) -> None:
-        """Begin to connect."""
-        self._dialling = sock
-        code = sock.connect_ex(target)
-        if code == errno.EINPROGRESS:
-            self._link.watch(sock.fileno(), select.EPOLLOUT, self._connected)
-        else:
-            self._finish_dial(code)
-
-    def _connected(self) -> None:
-        if (sock := self._dialling) is not None:
-            self._link.unwatch(sock.fileno())
-            self._finish_dial(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-
-    def _finish_dial(self, code: int) -> None:
-        sock, self._dialling = self._dialling, None
-        if sock is not None and code:
-            sock.close()
-            self.fail(f"cannot dial {self.address}: {os.strerror(code)}")
-        elif sock is not None:
-            self.start(lambda: self._link.channel(sock))
-
-    def start(self, make: Callable[[], Channel]) -> None:
-        """Have the engine take the connection, and greet the peer."""
-        try:
-            channel = self._channel = make()
-        except OSError as error:
-            self.fail(f"cannot open {self.address}: {error}")
-            return
-        self._link.watch(channel.watch_fd, _BROKEN, self._break)
-        self._link.read(channel.recv_fd, self)
-        channel.send(b"", memoryview(_HELLO))
-
-    def _break(self) -> None:
-        self._broken = True
-        self.notice()
-
-    def notice(self) -> None:
-        """Have the next `poll` look at it."""
-        self._link.busy.setdefault(self, False)
-
-    def fail(self, reason: str) -> None:
-        """Have LOST reported next."""
-        self.reason = self.reason or reason
-        self._gone = True
-        self.notice()
-
-    def _malformed(self, what: str) -> None:
-        self._link.malformed += 1
-        self.fail(f"the peer sent {what}, which no member does")
-
-    # -- messages ----------
-
-    def try_send(
-        self, head: bytes | bytearray | memoryview, body: memoryview | None = None
-    ) -> bool:
-        channel = self._channel
-        if self.reason or channel is None or channel.send(head, body):
-            return True
-        self._wait_for_room(channel)
-        return False
-
-    def _wait_for_room(self, channel: Channel) -> None:
-        self._room_fd = channel.room_fd()
-        self._link.watch(self._room_fd, select.EPOLLIN, self._has_room)
-
-    def _has_room(self) -> None:
-        self._link.unwatch(self._room_fd)
-        self._room = True
-        self.notice()
-
-    def receive(self) -> tuple[bytes, int] | None:
-        if self.news is not None or self._body or self.reason:
-            return None
-        message = self._take()
-        return message if message is not None and message[0] else None
-
-    def _take(self) -> tuple[bytes, int] | None:
-        """The next message; one with an empty head was for the link itself."""
-        channel = self._channel
-        if channel is None or self._gone:
-            return None
-        if self._taking:
-            self.fail("a message was interrupted while it was received")
-            return None
-        self._taking = True
-        head, nbody = b"", 0
-        view = channel.receive()
-        if view is None:
-            self._taking = False
-            return None
-        nhead = int.from_bytes(view[:PREFIX_BYTES], "little")
-        start = PREFIX_BYTES + nhead
-        nbody = len(view) - start
-        if nhead > MAX_HEAD_BYTES or not 0 <= nbody <= self._link.chunk_bytes:
-            self._malformed(f"{len(view)} bytes with a head of {nhead}")
-        elif not nhead:
-            self._hear(bytes(view[start : start + len(_HELLO) + 1]))
-        else:
-            head = bytes(view[PREFIX_BYTES:start])
-        if head and nbody:
-            self._message, self._body = view, start
-        else:
-            channel.release()
-        self._taking = False
-        return head, nbody
-
-    def _hear(self, said: bytes) -> None:
-        """What the peer's link said."""
-        if said == _BYE:
-            self.fail("the peer closed the connection")
-        elif said != _HELLO:
-            self._malformed(f"{said!r}")
-
-    def receive_body(self, into: memoryview) -> bool:
-        if self._message is None:
-            return False
-        into[:] = self._message[self._body :]
-        self.discard_body()
-        return True
-
-    def discard_body(self) -> None:
-        self._body = 0
-        if self._message is not None and self._channel is not None:
-            self._message = None
-            self._channel.release()
-
-    # -- events ----------
-
-    def report(self, readable: bool) -> Iterator[Event]:
-        """What happened; called when something may have."""
-        channel = self._channel
-        if channel is not None and not self._gone:
-            if (self._broken or channel.watch_fd < 0) and channel.ended():
-                self._end(channel)
-            elif self._closing:
-                self._wind_up(channel)
-            elif self.news is not None and readable and self._greeted():
-                news, self.news = self.news, None
-                self.notice()
-                yield Event(news, self)
-            if self._room and not self.reason:
-                self._room = False
-                self.notice()
-                yield Event(What.WRITABLE, self)
-            if readable and self.news is None and not (self.reason or self._body):
-                yield self._readable
-        if self._gone and self in self._link.conns:
-            told = not self._closing and self.news is not What.ACCEPTED
-            self.drop()
-            if told:
-                yield Event(What.LOST, self, self.reason)
-
-    def _greeted(self) -> bool:
-        """Take the peer's first message, which says hello."""
-        first = self._take()
-        if first is None or self._gone:
-            return False
-        if first[0]:
-            self._malformed("something else before it said hello")
-            return False
-        self._link.strangers.pop(self, None)
-        return True
-
-    def _end(self, channel: Channel) -> None:
-        if self.news is What.ACCEPTED:
-            self._malformed("nothing that NNG or a member understands")
-        elif channel.refused():
-            self._malformed("what NNG does not accept")
-        self.fail(_LOST)
-
-    # -- closing ----------
-
-    def close(self) -> None:
-        if self._closing or self not in self._link.conns:
-            return
-        self.reason = self.reason or "closed"
-        channel = self._channel
-        if self._gone or self.news is not None or channel is None:
-            self.drop()
-            return
-        # NNG drops what it has queued when a socket is closed. So the last message is a
-        # farewell, and the peer, which has then read everything, breaks the connection.
-        self._closing = True
-        self.discard_body()
-        self._link.closing[self] = time.monotonic() + _LINGER_SECONDS
-        self._wind_up(channel)
-
-    def _wind_up(self, channel: Channel) -> None:
-        if not self._said_bye:
-            self._said_bye = channel.send(b"", memoryview(_BYE))
-            if not self._said_bye:
-                self._wait_for_room(channel)
-        while self._take() is not None:
-            self.discard_body()
-
-    def drop(self) -> None:
-        """Free everything at once."""
-        self._gone = True
-        link = self._link
-        link.forget(self)
-        self._message = None
-        sock, self._dialling = self._dialling, None
-        if sock is not None:
-            link.unwatch(sock.fileno())
-            sock.close()
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            for fd in (channel.watch_fd, self._room_fd):
-                link.unwatch(fd)
-            link.unread(channel.recv_fd)
-            channel.close()
-            link.freeing.append(channel)
-
-    def abandon(self) -> None:
-        """Close the descriptors in a forked child."""
-        if self._dialling is not None:
-            self._dialling.close()
-        if self._channel is not None:
-            self._channel.abandon()
 
 
 class NngLink(Link):
@@ -313,7 +59,7 @@ class NngLink(Link):
     )
 
     def __init__(
-        self, *, wires: Sequence[str] = ("ipc", "tcp"), depth: int = 4
+        self, *, wires: Sequence[str] = ("ipc", "tcp"), depth: int = 8
     ) -> None:
         if not wires or not set(wires) <= {"ipc", "tcp"}:
             raise ValueError(f"wires are 'ipc', 'tcp' or both, not {wires!r}")
@@ -414,7 +160,6 @@ class NngLink(Link):
 
     def admit(self, address: str) -> NngConn:
         """A connection that a peer began; it is a stranger until it says hello."""
-        self._still_freeing()
         now = time.monotonic()
         for stranger, since in list(self.strangers.items()):
             if len(self.strangers) > _STRANGERS or now - since > _GREETING_SECONDS:
@@ -427,7 +172,6 @@ class NngLink(Link):
 
     def dial(self, address: str) -> Conn:
         self._check(address)
-        self._still_freeing()
         conn = NngConn(self, address, What.OPENED)
         self.conns[conn] = None
         wire, _, rest = address.partition("://")
@@ -509,6 +253,8 @@ class NngLink(Link):
                 self._look()
         if self.closing:
             self._expire()
+        if self.freeing:
+            self._still_freeing()
         for conn in list(self.busy):
             if (readable := self.busy.pop(conn, None)) is not None:
                 yield from conn.report(readable)
@@ -544,7 +290,7 @@ class NngLink(Link):
             self._stop_listening()
             for conn in list(self.conns):
                 conn.close()
-            deadline = time.monotonic() + _LINGER_SECONDS
+            deadline = time.monotonic() + LINGER_SECONDS
             while self.closing and (left := deadline - time.monotonic()) > 0:
                 self._epoll.poll(left, 64)
                 for _ in self.poll():
@@ -569,7 +315,7 @@ class NngLink(Link):
     def _free(self) -> None:
         for conn in list(self.conns):
             conn.drop()
-        deadline = time.monotonic() + _LINGER_SECONDS
+        deadline = time.monotonic() + LINGER_SECONDS
         while self._still_freeing() and time.monotonic() < deadline:
             time.sleep(0.0005)  # NNG closes descriptors in a thread that tells nobody
         self._open = False

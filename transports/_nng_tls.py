@@ -1,0 +1,342 @@
+"""NNG's TLS streams, which its Pair0 can be given only one peer each to a port.
+
+NNG's ``socket://`` takes no TLS, and its TLS listener hands every connection to the one
+socket that it belongs to. So these connections are NNG's TLS streams themselves, with
+the framing that its sockets have over TCP: the size of a message, 8 bytes, big-endian.
+
+An operation of NNG ends in one of its threads, by a callback. Here that is libc's
+`fflush`, of a pipe's stream that holds one byte: no Python runs in that thread, and the
+pipe tells the poller.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from pynng import ffi, lib
+
+from transports._nng_pair import PREFIX_BYTES, Channel, check, explain
+
+_SIZE_BYTES = 8
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fdopen.restype = ctypes.c_void_p
+for _function in (_libc.fflush, _libc.fclose):
+    _function.argtypes = [ctypes.c_void_p]
+_libc.fputc.argtypes = [ctypes.c_int, ctypes.c_void_p]
+_flush = ffi.cast(
+    "void (*)(void *)", ctypes.cast(_libc.fflush, ctypes.c_void_p).value or 0
+)
+
+
+class Operation:
+    """One of NNG's asynchronous operations, repeated; `fd` is readable when it ended.
+
+    Attributes:
+        running: Whether it was begun and not yet taken note of.
+    """
+
+    def __init__(self) -> None:
+        self.fd, self._writer = os.pipe2(os.O_CLOEXEC)
+        self._file = _libc.fdopen(self._writer, b"w")
+        self._aio = ffi.new("nng_aio **")
+        self._iov = ffi.new("nng_iov *")
+        self._poller = select.poll()
+        self._poller.register(self.fd, select.POLLIN)
+        self.running = False
+        check(lib.nng_aio_alloc(self._aio, _flush, ffi.cast("void *", self._file)))
+
+    def begin(
+        self, start: Callable[[Any], object], pointer: Any = None, nbytes: int = 0
+    ) -> None:
+        """Start it, over this memory."""
+        if pointer is not None:
+            self._iov.iov_buf, self._iov.iov_len = pointer, nbytes
+            check(lib.nng_aio_set_iov(self._aio[0], 1, self._iov))
+        _libc.fputc(120, self._file)
+        self.running = True
+        start(self._aio[0])
+
+    def has_ended(self) -> bool:
+        """Whether it was begun and has ended; `fd` stays readable until `finish`."""
+        if not self.running or not self._poller.poll(0):
+            return False
+        lib.nng_aio_wait(self._aio[0])  # for the callback, which has flushed already
+        return True
+
+    def finish(self) -> int:
+        """Take note that it has ended; NNG's error code."""
+        os.read(self.fd, 1)
+        self.running = False
+        return int(lib.nng_aio_result(self._aio[0]))
+
+    def count(self) -> int:
+        """How many bytes it has moved."""
+        return int(lib.nng_aio_count(self._aio[0]))
+
+    def output(self) -> Any:
+        """The stream that it has made."""
+        return ffi.cast("nng_stream *", lib.nng_aio_get_output(self._aio[0], 0))
+
+    def close(self) -> None:
+        """End it and free everything; idempotent."""
+        if self._file:
+            lib.nng_aio_stop(self._aio[0])
+            lib.nng_aio_free(self._aio[0])
+            _libc.fclose(self._file)
+            self._file = None
+            os.close(self.fd)
+
+    def abandon(self) -> None:
+        """In a forked child, whose exit flushes what is the parent's to flush."""
+        if self._file:
+            self._file = None
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._writer)
+            os.close(null)
+            os.close(self.fd)
+
+
+class TlsChannel(Channel):
+    """A TLS stream of NNG's.
+
+    Args:
+        stream: The stream; it is this channel's from now on.
+        largest: Bytes of the largest message.
+    """
+
+    in_band = True
+    watch_events = select.EPOLLIN
+
+    def __init__(self, stream: Any, largest: int) -> None:
+        self._stream = stream
+        self._largest = largest
+        self._ports = [
+            _port(stream, name) for name in (b"local-address", b"remote-address")
+        ]
+        self._receiving, self._sending = Operation(), Operation()
+        self.recv_fd, self.watch_fd = self._receiving.fd, self._sending.fd
+        self._in = bytearray(_SIZE_BYTES + largest)
+        self._out = bytearray(_SIZE_BYTES + largest)
+        self._in_memory, self._out_memory = map(ffi.from_buffer, (self._in, self._out))
+        self._start = self._end = 0  # of what was received and not taken
+        self._taken = 0
+        self._view: memoryview | None = None
+        self._sent = self._to_send = 0
+        self._broken = False
+        self._refused = False
+        self._closed = False
+        self._receive_more()
+
+    # -- receiving ----------
+
+    def _receive_more(self) -> None:
+        rest = self._in[self._start : self._end]
+        self._in[: len(rest)] = rest
+        self._start, self._end = 0, len(rest)
+        self._receiving.begin(
+            lambda aio: lib.nng_stream_recv(self._stream, aio),
+            self._in_memory + self._end,
+            len(self._in) - self._end,
+        )
+
+    def _complete(self) -> int:
+        """The size of the next message, if all of it is there, else -1."""
+        have = self._end - self._start - _SIZE_BYTES
+        if have < 0:
+            return -1
+        size = int.from_bytes(self._in[self._start : self._start + _SIZE_BYTES], "big")
+        if not PREFIX_BYTES <= size <= self._largest:
+            self._refused = self._broken = True
+            return -1
+        return size if size <= have else -1
+
+    def _advance(self) -> int:
+        """Receive until a message is there; its size, or -1.
+
+        While there is one, the operation is not taken note of: so `recv_fd` tells.
+        """
+        while not self._broken:
+            size = self._complete()
+            if size >= 0 or self._broken:
+                return size
+            if not self._receiving.has_ended():
+                return -1
+            if lib.nng_aio_result(self._receiving._aio[0]):
+                self._broken = True
+                return -1
+            if not self._counted:
+                self._end += self._receiving.count()
+                self._counted = True
+                continue
+            self._receiving.finish()
+            self._counted = False
+            self._receive_more()
+        return -1
+
+    _counted = False
+
+    def receive(self) -> memoryview | None:
+        size = self._advance()
+        if size < 0:
+            return None
+        begin = self._start + _SIZE_BYTES
+        self._taken = _SIZE_BYTES + size
+        self._view = memoryview(self._in)[begin : begin + size]
+        return self._view
+
+    def release(self) -> None:
+        if self._view is not None:
+            self._view.release()
+            self._view = None
+            self._start += self._taken
+
+    # -- sending ----------
+
+    def send(
+        self, head: bytes | bytearray | memoryview, body: memoryview | None
+    ) -> bool:
+        if self._broken:
+            return True
+        if self._sending.running:
+            return False
+        nhead, nbody = len(head), 0 if body is None else body.nbytes
+        out, start = self._out, _SIZE_BYTES + PREFIX_BYTES
+        out[:_SIZE_BYTES] = (PREFIX_BYTES + nhead + nbody).to_bytes(_SIZE_BYTES, "big")
+        out[_SIZE_BYTES:start] = nhead.to_bytes(PREFIX_BYTES, "little")
+        out[start : start + nhead] = head
+        if body is not None:
+            out[start + nhead : start + nhead + nbody] = body
+        self._sent, self._to_send = 0, start + nhead + nbody
+        self._send_more()
+        return True
+
+    def _send_more(self) -> None:
+        self._sending.begin(
+            lambda aio: lib.nng_stream_send(self._stream, aio),
+            self._out_memory + self._sent,
+            self._to_send - self._sent,
+        )
+
+    def watched(self) -> bool:
+        if self._sending.has_ended():
+            if self._sending.finish():
+                self._broken = True
+                return True
+            self._sent += self._sending.count()
+            if self._sent < self._to_send:
+                self._send_more()
+        return False
+
+    def room_fd(self) -> int:
+        return -1  # `watched` tells
+
+    def has_room(self) -> bool:
+        """Whether the last message has left."""
+        return not self._sending.running
+
+    # -- the end ----------
+
+    def ended(self) -> bool:
+        return self._advance() < 0 and self._broken
+
+    def refused(self) -> bool:
+        return self._refused
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.release()
+            lib.nng_stream_close(self._stream)
+            self._receiving.close()
+            self._sending.close()
+            lib.nng_stream_free(self._stream)
+
+    def freed(self) -> bool:
+        return not any(_ports_of(fd) == self._ports for fd in _descriptors())
+
+    def abandon(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._receiving.abandon()
+            self._sending.abandon()
+            for fd in _descriptors():
+                if _ports_of(fd) == self._ports:
+                    os.close(fd)
+
+
+def _port(stream: Any, name: bytes) -> int:
+    address = ffi.new("nng_sockaddr *")
+    if lib.nng_stream_get_addr(stream, name, address):
+        return -1
+    return socket.ntohs(int(address.s_in.sa_port))
+
+
+def _descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def _ports_of(fd: int) -> list[int]:
+    """The ports at both ends of a TCP connection; none of anything else."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as found:
+            return [found.getsockname()[1], found.getpeername()[1]]
+    except (OSError, IndexError, TypeError):
+        return []
+
+
+class TlsOptions:
+    """How members prove who they are, as NNG's configurations for both roles.
+
+    Raises:
+        OSError: A file cannot be read, or is not what it must be.
+    """
+
+    def __init__(
+        self,
+        certificate: str,
+        private_key: str,
+        authorities: str,
+        server_name: str | None,
+    ) -> None:
+        texts = []
+        for path in (certificate, private_key, authorities):
+            with open(path, "rb") as file:
+                texts.append(file.read())
+        self._texts = texts
+        self._server_name = server_name
+        self.server = self._configure(lib.NNG_TLS_MODE_SERVER)
+        self.client = self._configure(lib.NNG_TLS_MODE_CLIENT)
+
+    def _configure(self, mode: int) -> Any:
+        certificate, key, authorities = self._texts
+        made = ffi.new("nng_tls_config **")
+        check(lib.nng_tls_config_alloc(made, mode))
+        config = made[0]
+        for what, code in (
+            (
+                "certificate and private_key",
+                lib.nng_tls_config_own_cert(config, certificate, key, ffi.NULL),
+            ),
+            (
+                "authorities",
+                lib.nng_tls_config_ca_chain(config, authorities, ffi.NULL),
+            ),
+        ):
+            if code:
+                lib.nng_tls_config_free(config)
+                raise OSError(0, f"NNG does not accept {what}: {explain(code)}")
+        check(lib.nng_tls_config_auth_mode(config, lib.NNG_TLS_AUTH_MODE_REQUIRED))
+        if mode == lib.NNG_TLS_MODE_CLIENT and self._server_name:
+            name = self._server_name.encode()
+            check(lib.nng_tls_config_server_name(config, name))
+        return config
+
+    def close(self) -> None:
+        """Free them."""
+        lib.nng_tls_config_free(self.server)
+        lib.nng_tls_config_free(self.client)
