@@ -9,27 +9,25 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import links
+import nng_links
 import pytest
 from link_world import MakeLink, World
 
 from mq.transport import What
 from transports._nng_pair import engine
 from transports.inproc import InprocLink
-from transports.nng import NngLink
 from transports.zmq import ZmqLink
 
 ipc = functools.partial(ZmqLink, wires=("ipc",))
 tcp = functools.partial(ZmqLink, wires=("tcp",))
-nng_ipc = functools.partial(NngLink, wires=("ipc",))
-nng_tcp = functools.partial(NngLink, wires=("tcp",))
 LINKS: dict[str, MakeLink] = {
     "inproc": InprocLink,
     "zmq": ZmqLink,
     "zmq-ipc": ipc,
     "zmq-tcp": tcp,
-    "nng": NngLink,
-    "nng-ipc": nng_ipc,
-    "nng-tcp": nng_tcp,
+    "nng-ipc": nng_links.ipc,
+    "nng-tcp": nng_links.tcp,
+    "nng-tls": nng_links.tls,
 }
 FORKS = {name: make for name, make in LINKS.items() if "nng" not in name}
 PROMISES: dict[str, Callable[[MakeLink], None]] = {

@@ -8,7 +8,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
 from transports._nng_pair import PREFIX_BYTES, Channel
@@ -20,6 +20,17 @@ _HELLO = b"tensormq nng 1"
 _BYE = b"bye"
 LINGER_SECONDS = 0.5
 _LOST = "the connection was lost"
+
+
+class Attempt(Protocol):
+    """An attempt to connect that the engine makes."""
+
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+Dialling: TypeAlias = "socket.socket | Attempt"
 
 
 class NngConn(Conn):
@@ -36,7 +47,7 @@ class NngConn(Conn):
         self.news: What | None = news
         self._link = link
         self._channel: Channel | None = None
-        self._dialling: socket.socket | None = None
+        self._dialling: Dialling | None = None
         self._readable = Event(What.READABLE, self)
         self._message: memoryview | None = None
         self._body = 0  # where in the message it begins; 0: there is none
@@ -52,24 +63,29 @@ class NngConn(Conn):
 
     def dial(self, sock: socket.socket, target: tuple[str, int] | str) -> None:
         """Begin to connect."""
-        self._dialling = sock
         code = sock.connect_ex(target)
         if code == errno.EINPROGRESS:
-            self._link.watch(sock.fileno(), select.EPOLLOUT, self._connected)
+            self.wait(sock, lambda: self._dialled(sock, _error(sock)))
         else:
-            self._finish_dial(code)
+            self._dialled(sock, code)
 
-    def _connected(self) -> None:
-        if (sock := self._dialling) is not None:
-            self._link.unwatch(sock.fileno())
-            self._finish_dial(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+    def wait(self, dialling: Dialling, done: Callable[[], None]) -> None:
+        """Have `done` called when an attempt to connect has ended."""
 
-    def _finish_dial(self, code: int) -> None:
-        sock, self._dialling = self._dialling, None
-        if sock is not None and code:
+        def ended() -> None:
+            self._link.unwatch(dialling.fileno())
+            self._dialling = None
+            done()
+
+        self._dialling = dialling
+        events = select.EPOLLIN | select.EPOLLOUT
+        self._link.watch(dialling.fileno(), events, ended)
+
+    def _dialled(self, sock: socket.socket, code: int) -> None:
+        if code:
             sock.close()
             self.fail(f"cannot dial {self.address}: {os.strerror(code)}")
-        elif sock is not None:
+        else:
             self.start(lambda: self._link.channel(sock))
 
     def start(self, make: Callable[[], Channel]) -> None:
@@ -252,10 +268,10 @@ class NngConn(Conn):
         link = self._link
         link.forget(self)
         self._message = None
-        sock, self._dialling = self._dialling, None
-        if sock is not None:
-            link.unwatch(sock.fileno())
-            sock.close()
+        dialling, self._dialling = self._dialling, None
+        if dialling is not None:
+            link.unwatch(dialling.fileno())
+            dialling.close()
         channel, self._channel = self._channel, None
         if channel is not None:
             for fd in (channel.watch_fd, self._room_fd):
@@ -266,7 +282,13 @@ class NngConn(Conn):
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child."""
-        if self._dialling is not None:
+        if isinstance(self._dialling, socket.socket):
             self._dialling.close()
+        elif self._dialling is not None:
+            self._dialling.abandon()
         if self._channel is not None:
             self._channel.abandon()
+
+
+def _error(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

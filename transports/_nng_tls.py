@@ -68,10 +68,18 @@ class Operation:
         lib.nng_aio_wait(self._aio[0])  # for the callback, which has flushed already
         return True
 
+    def wait(self) -> None:
+        """Wait for its end, which somebody has caused."""
+        lib.nng_aio_wait(self._aio[0])
+
     def finish(self) -> int:
         """Take note that it has ended; NNG's error code."""
         os.read(self.fd, 1)
         self.running = False
+        return self.code()
+
+    def code(self) -> int:
+        """NNG's error code of what has ended."""
         return int(lib.nng_aio_result(self._aio[0]))
 
     def count(self) -> int:
@@ -125,6 +133,7 @@ class TlsChannel(Channel):
         self._in_memory, self._out_memory = map(ffi.from_buffer, (self._in, self._out))
         self._start = self._end = 0  # of what was received and not taken
         self._taken = 0
+        self._counted = False  # what the operation that has ended brought
         self._view: memoryview | None = None
         self._sent = self._to_send = 0
         self._broken = False
@@ -166,7 +175,7 @@ class TlsChannel(Channel):
                 return size
             if not self._receiving.has_ended():
                 return -1
-            if lib.nng_aio_result(self._receiving._aio[0]):
+            if self._receiving.code():
                 self._broken = True
                 return -1
             if not self._counted:
@@ -177,8 +186,6 @@ class TlsChannel(Channel):
             self._counted = False
             self._receive_more()
         return -1
-
-    _counted = False
 
     def receive(self) -> memoryview | None:
         size = self._advance()
@@ -281,12 +288,129 @@ def _descriptors() -> list[int]:
 
 
 def _ports_of(fd: int) -> list[int]:
-    """The ports at both ends of a TCP connection; none of anything else."""
+    """The ports at the ends of a TCP connection, or of a listener; else none."""
     try:
         with socket.socket(fileno=os.dup(fd)) as found:
+            if found.family not in (socket.AF_INET, socket.AF_INET6):
+                return []
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return [found.getsockname()[1]]
             return [found.getsockname()[1], found.getpeername()[1]]
-    except (OSError, IndexError, TypeError):
+    except OSError:
         return []
+
+
+class Dialler:
+    """One attempt to connect.
+
+    Raises:
+        OSError: NNG does not take the address.
+    """
+
+    def __init__(self, address: str, config: Any) -> None:
+        self._operation = Operation()
+        made = ffi.new("nng_stream_dialer **")
+        try:
+            check(lib.nng_stream_dialer_alloc(made, address.encode()))
+        except OSError:
+            self._operation.close()
+            raise
+        self._dialer: Any = made[0]
+        check(lib.nng_stream_dialer_set_ptr(self._dialer, b"tls-config", config))
+        self._operation.begin(lambda aio: lib.nng_stream_dialer_dial(self._dialer, aio))
+
+    def fileno(self) -> int:
+        """Readable when it has ended."""
+        return self._operation.fd
+
+    def stream(self) -> Any:
+        """The stream, once.
+
+        Raises:
+            OSError: It could not connect.
+        """
+        check(self._operation.finish())
+        return self._operation.output()
+
+    def close(self) -> None:
+        """Free everything but the stream that was taken."""
+        operation = self._operation
+        if operation.running:
+            lib.nng_stream_dialer_close(self._dialer)
+            operation.wait()
+            if not operation.code():
+                lib.nng_stream_free(operation.output())
+        operation.close()
+        if self._dialer is not None:
+            lib.nng_stream_dialer_free(self._dialer)
+            self._dialer = None
+
+    def abandon(self) -> None:
+        """Let go of it in a forked child."""
+        self._operation.abandon()
+
+
+class Listener:
+    """A listening address, and the connections that come to it.
+
+    Raises:
+        OSError: It cannot be listened on.
+    """
+
+    def __init__(self, address: str, config: Any) -> None:
+        made = ffi.new("nng_stream_listener **")
+        check(lib.nng_stream_listener_alloc(made, address.encode()))
+        self._listener: Any = made[0]
+        self._operation = Operation()
+        try:
+            check(
+                lib.nng_stream_listener_set_ptr(self._listener, b"tls-config", config)
+            )
+            check(lib.nng_stream_listener_listen(self._listener))
+            port = ffi.new("int *")
+            name = b"tcp-bound-port"
+            check(lib.nng_stream_listener_get_int(self._listener, name, port))
+        except OSError:
+            self.close()
+            raise
+        self.port = int(port[0])
+        self._accept()
+
+    def _accept(self) -> None:
+        self._operation.begin(
+            lambda aio: lib.nng_stream_listener_accept(self._listener, aio)
+        )
+
+    def fileno(self) -> int:
+        """Readable when somebody has connected."""
+        return self._operation.fd
+
+    def accept(self) -> Any:
+        """The next connection's stream, or None."""
+        operation = self._operation
+        if not operation.has_ended():
+            return None
+        stream = None if operation.finish() else operation.output()
+        self._accept()
+        return stream
+
+    def close(self) -> None:
+        """Stop listening."""
+        operation = self._operation
+        lib.nng_stream_listener_close(self._listener)
+        if operation.running:
+            operation.wait()
+            if not operation.code():
+                lib.nng_stream_free(operation.output())
+        operation.close()
+        lib.nng_stream_listener_free(self._listener)
+
+    def abandon(self) -> None:
+        """Let go of it in a forked child."""
+        self._operation.abandon()
+        for fd in _descriptors():
+            if _ports_of(fd) == [self.port]:
+                os.close(fd)
 
 
 class TlsOptions:

@@ -90,8 +90,9 @@ class NngLink(Link):
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
     ) -> list[str]:
-        default = {"ipc": "ipc", "tcp": "tcp://127.0.0.1:0"}
-        wanted = list(listen) or [default[wire] for wire in self._wires]
+        wanted = list(listen) or [
+            "ipc" if wire == "ipc" else f"{wire}://127.0.0.1:0" for wire in self._wires
+        ]
         for address in wanted:
             if address != "ipc" or "ipc" not in self._wires:
                 self._check(address)
@@ -116,7 +117,7 @@ class NngLink(Link):
             address = f"ipc://{self._new_file(directory)}"
         wire, _, rest = address.partition("://")
         try:
-            sock = _bound_unix(rest) if wire == "ipc" else _bound_tcp(rest)
+            sock = _bound_unix(rest) if wire == "ipc" else _bound_tcp(address)
         except OSError as error:
             number = error.errno or errno.EINVAL
             raise OSError(number, f"cannot listen on {address}: {error}") from error
@@ -128,7 +129,7 @@ class NngLink(Link):
         self._hear(sock)
         if wire == "ipc":
             return address
-        host = _split(rest)[0]
+        host = split(address)[0]
         return f"{wire}://{addresses.reachable_host(host)}:{sock.getsockname()[1]}"
 
     def _new_file(self, directory: str | None) -> str:
@@ -142,8 +143,8 @@ class NngLink(Link):
         if wire not in self._wires or not rest:
             wires = " or ".join(f"{wire}://..." for wire in self._wires)
             raise ValueError(f"{address!r} is not of the form {wires}, which nng needs")
-        if wire == "tcp":
-            _split(rest)
+        if wire != "ipc":
+            split(address)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -174,9 +175,8 @@ class NngLink(Link):
         self._check(address)
         conn = NngConn(self, address, What.OPENED)
         self.conns[conn] = None
-        wire, _, rest = address.partition("://")
         try:
-            family, target = _target(wire, rest)
+            family, target = _target(address)
             sock = socket.socket(family, socket.SOCK_STREAM)
             sock.setblocking(False)
             conn.dial(sock, target)
@@ -280,8 +280,9 @@ class NngLink(Link):
         return sorted(usable, key=lambda a: self._wires.index(a.partition("://")[0]))
 
     def is_routable(self, address: str) -> bool:
-        wire, _, rest = address.partition("://")
-        return wire == "tcp" and not addresses.is_loopback(_split(rest)[0])
+        if address.partition("://")[0] == "ipc":
+            return False
+        return not addresses.is_loopback(split(address)[0])
 
     def close(self) -> None:
         if not self._open:
@@ -343,10 +344,16 @@ class NngIpcLink(NngLink):
     )
 
 
-def _split(rest: str) -> tuple[str, int]:
+def split(address: str) -> tuple[str, int]:
+    """The host, IPv6 in brackets, and the port of an address.
+
+    Raises:
+        ValueError: It has none.
+    """
+    wire, _, rest = address.partition("://")
     parts = addresses.split_host_port(rest)
     if parts is None:
-        raise ValueError(f"'tcp://{rest}' is not of the form tcp://host:port")
+        raise ValueError(f"{address!r} is not of the form {wire}://host:port")
     return parts
 
 
@@ -358,8 +365,8 @@ def _bound_unix(path: str) -> socket.socket:
     return _bound(sock, path)
 
 
-def _bound_tcp(rest: str) -> socket.socket:
-    host, port = _split(rest)
+def _bound_tcp(address: str) -> socket.socket:
+    host, port = split(address)
     host = "0.0.0.0" if host == "*" else host.strip("[]")
     family, kind, _, _, target = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -380,14 +387,15 @@ def _bound(sock: socket.socket, target: object) -> socket.socket:
     return sock
 
 
-def _target(wire: str, rest: str) -> tuple[socket.AddressFamily, Any]:
+def _target(address: str) -> tuple[socket.AddressFamily, Any]:
     """Where to connect to.
 
     Raises:
         OSError: The host is unknown.
     """
+    wire, _, rest = address.partition("://")
     if wire == "ipc":
         return socket.AF_UNIX, rest
-    host, port = _split(rest)
+    host, port = split(address)
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     return found[0][0], found[0][4]
