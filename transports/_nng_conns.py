@@ -233,7 +233,8 @@ class NngConn(Conn):
             self._malformed("nothing that NNG or a member understands")
         elif channel.refused():
             self._malformed("what NNG does not accept")
-        self.fail(_LOST)
+        problem = f": {channel.problem}" if channel.problem else ""
+        self.fail(_LOST + problem)
 
     # -- closing ----------
 

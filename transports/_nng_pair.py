@@ -113,12 +113,14 @@ class Channel(ABC):
         recv_fd: Readable while `receive` may return something.
         watch_fd: When one of `watch_events` happens to it, `watched` must be called.
         in_band: Whether `recv_fd` also tells that the connection broke.
+        problem: Why it broke, where the engine says.
     """
 
     recv_fd: int
     watch_fd: int
     watch_events: ClassVar[int]
     in_band: ClassVar[bool] = False
+    problem: str = ""
 
     @abstractmethod
     def send(

@@ -15,7 +15,8 @@ import ctypes
 import os
 import select
 import socket
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pynng import ffi, lib
@@ -109,6 +110,35 @@ class Operation:
             os.close(self.fd)
 
 
+class _Outgoing:
+    """Messages on their way out, in memory that stays where it is."""
+
+    def __init__(self, capacity: int) -> None:
+        self._memory = bytearray(capacity)
+        self.pointer = ffi.from_buffer(self._memory)
+        self.sent = self.end = 0
+
+    def append(
+        self, head: bytes | bytearray | memoryview, body: memoryview | None
+    ) -> bool:
+        """Copy a message; False: it does not fit."""
+        nhead, nbody = len(head), 0 if body is None else body.nbytes
+        size = PREFIX_BYTES + nhead + nbody
+        if self.end + _SIZE_BYTES + size > len(self._memory):
+            return False
+        at = self.end
+        for part in (
+            size.to_bytes(_SIZE_BYTES, "big"),
+            nhead.to_bytes(PREFIX_BYTES, "little"),
+            head,
+            body or b"",
+        ):
+            self._memory[at : at + len(part)] = part
+            at += len(part)
+        self.end = at
+        return True
+
+
 class TlsChannel(Channel):
     """A TLS stream of NNG's.
 
@@ -129,15 +159,16 @@ class TlsChannel(Channel):
         self._receiving, self._sending = Operation(), Operation()
         self.recv_fd, self.watch_fd = self._receiving.fd, self._sending.fd
         self._in = bytearray(_SIZE_BYTES + largest)
-        self._out = bytearray(_SIZE_BYTES + largest)
-        self._in_memory, self._out_memory = map(ffi.from_buffer, (self._in, self._out))
+        self._in_memory = ffi.from_buffer(self._in)
+        # One leaves while the other fills, with two of the largest or many small.
+        self._out, self._filling = _Outgoing(2 * largest), _Outgoing(2 * largest)
         self._start = self._end = 0  # of what was received and not taken
         self._taken = 0
         self._counted = False  # what the operation that has ended brought
         self._view: memoryview | None = None
-        self._sent = self._to_send = 0
         self._broken = False
         self._refused = False
+        self._full = False
         self._closed = False
         self._receive_more()
 
@@ -175,8 +206,8 @@ class TlsChannel(Channel):
                 return size
             if not self._receiving.has_ended():
                 return -1
-            if self._receiving.code():
-                self._broken = True
+            if code := self._receiving.code():
+                self._fail(code)
                 return -1
             if not self._counted:
                 self._end += self._receiving.count()
@@ -209,44 +240,44 @@ class TlsChannel(Channel):
     ) -> bool:
         if self._broken:
             return True
-        if self._sending.running:
-            return False
-        nhead, nbody = len(head), 0 if body is None else body.nbytes
-        out, start = self._out, _SIZE_BYTES + PREFIX_BYTES
-        out[:_SIZE_BYTES] = (PREFIX_BYTES + nhead + nbody).to_bytes(_SIZE_BYTES, "big")
-        out[_SIZE_BYTES:start] = nhead.to_bytes(PREFIX_BYTES, "little")
-        out[start : start + nhead] = head
-        if body is not None:
-            out[start + nhead : start + nhead + nbody] = body
-        self._sent, self._to_send = 0, start + nhead + nbody
-        self._send_more()
-        return True
+        self._full = not self._filling.append(head, body)
+        if not self._sending.running:
+            self._send_more()
+        return not self._full
 
     def _send_more(self) -> None:
-        self._sending.begin(
-            lambda aio: lib.nng_stream_send(self._stream, aio),
-            self._out_memory + self._sent,
-            self._to_send - self._sent,
-        )
+        if self._out.sent == self._out.end:
+            self._out.sent = self._out.end = 0
+            self._out, self._filling = self._filling, self._out
+        out = self._out
+        if out.end:
+            self._sending.begin(
+                lambda aio: lib.nng_stream_send(self._stream, aio),
+                out.pointer + out.sent,
+                out.end - out.sent,
+            )
 
     def watched(self) -> bool:
         if self._sending.has_ended():
-            if self._sending.finish():
-                self._broken = True
+            if code := self._sending.finish():
+                self._fail(code)
                 return True
-            self._sent += self._sending.count()
-            if self._sent < self._to_send:
-                self._send_more()
+            self._out.sent += self._sending.count()
+            self._full &= self._out.sent < self._out.end
+            self._send_more()
         return False
 
     def room_fd(self) -> int:
         return -1  # `watched` tells
 
     def has_room(self) -> bool:
-        """Whether the last message has left."""
-        return not self._sending.running
+        return not self._full
 
     # -- the end ----------
+
+    def _fail(self, code: int) -> None:
+        self.problem = self.problem or explain(code)
+        self._broken = True
 
     def ended(self) -> bool:
         return self._advance() < 0 and self._broken
@@ -290,6 +321,8 @@ def _descriptors() -> list[int]:
 def _ports_of(fd: int) -> list[int]:
     """The ports at the ends of a TCP connection, or of a listener; else none."""
     try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return []
         with socket.socket(fileno=os.dup(fd)) as found:
             if found.family not in (socket.AF_INET, socket.AF_INET6):
                 return []
@@ -416,51 +449,51 @@ class Listener:
 class TlsOptions:
     """How members prove who they are, as NNG's configurations for both roles.
 
+    Args:
+        paths: PEM files: certificate, private key, authorities.
+        server_name: The name to ask every dialled member for; None: its host.
+
     Raises:
         OSError: A file cannot be read, or is not what it must be.
     """
 
-    def __init__(
-        self,
-        certificate: str,
-        private_key: str,
-        authorities: str,
-        server_name: str | None,
-    ) -> None:
-        texts = []
-        for path in (certificate, private_key, authorities):
+    def __init__(self, paths: Sequence[str], server_name: str | None) -> None:
+        self._texts = []
+        for path in paths:
             with open(path, "rb") as file:
-                texts.append(file.read())
-        self._texts = texts
+                self._texts.append(file.read())
         self._server_name = server_name
+        self._clients: dict[str, Any] = {}
         self.server = self._configure(lib.NNG_TLS_MODE_SERVER)
-        self.client = self._configure(lib.NNG_TLS_MODE_CLIENT)
 
-    def _configure(self, mode: int) -> Any:
+    def client(self, host: str) -> Any:
+        """The configuration to dial a host with."""
+        name = self._server_name or host.strip("[]")
+        if name not in self._clients:
+            self._clients[name] = self._configure(lib.NNG_TLS_MODE_CLIENT, name)
+        return self._clients[name]
+
+    def _configure(self, mode: int, name: str = "") -> Any:
         certificate, key, authorities = self._texts
         made = ffi.new("nng_tls_config **")
         check(lib.nng_tls_config_alloc(made, mode))
         config = made[0]
-        for what, code in (
-            (
-                "certificate and private_key",
-                lib.nng_tls_config_own_cert(config, certificate, key, ffi.NULL),
-            ),
-            (
-                "authorities",
-                lib.nng_tls_config_ca_chain(config, authorities, ffi.NULL),
-            ),
+        own = lib.nng_tls_config_own_cert(config, certificate, key, ffi.NULL)
+        chain = lib.nng_tls_config_ca_chain(config, authorities, ffi.NULL)
+        for code, what in (
+            (own, "certificate and private_key"),
+            (chain, "authorities"),
         ):
             if code:
                 lib.nng_tls_config_free(config)
                 raise OSError(0, f"NNG does not accept {what}: {explain(code)}")
         check(lib.nng_tls_config_auth_mode(config, lib.NNG_TLS_AUTH_MODE_REQUIRED))
-        if mode == lib.NNG_TLS_MODE_CLIENT and self._server_name:
-            name = self._server_name.encode()
-            check(lib.nng_tls_config_server_name(config, name))
+        if name:
+            check(lib.nng_tls_config_server_name(config, name.encode()))
         return config
 
     def close(self) -> None:
         """Free them."""
-        lib.nng_tls_config_free(self.server)
-        lib.nng_tls_config_free(self.client)
+        for config in (self.server, *self._clients.values()):
+            lib.nng_tls_config_free(config)
+        self._clients.clear()

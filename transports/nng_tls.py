@@ -79,7 +79,7 @@ class NngTlsLink(NngLink):
     ) -> list[str]:
         for address in listen:
             self._check(address)
-        self._tls = TlsOptions(*self._paths, self._server_name)
+        self._tls = TlsOptions(self._paths, self._server_name)
         return super().open(poller, listen, directory)
 
     def _listen(self, address: str, directory: str | None) -> str:
@@ -109,7 +109,7 @@ class NngTlsLink(NngLink):
         conn = NngConn(self, address, What.OPENED)
         self.conns[conn] = None
         try:
-            dialler = Dialler(address, self._tls.client)
+            dialler = Dialler(address, self._tls.client(split(address)[0]))
         except OSError as error:
             conn.fail(f"cannot dial {address}: {error}")
         else:
