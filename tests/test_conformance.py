@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import nng_links
 import pytest
 
 from mq import registry
@@ -36,7 +37,7 @@ def test_transport_keeps_the_contract(backend: str, case: Case) -> None:
 def test_every_registered_transport_is_covered() -> None:
     """A transport in the registry is in the list above, or an alias of some there.
 
-    `nng:tls` needs certificates, so that `test_nng_link` runs it.
+    `nng:tls` needs certificates, and runs what depends on it below.
     """
     covered = {*BACKENDS, "nng", "zmq", "nng:tls"}
 
@@ -58,6 +59,17 @@ def test_names_of_cases_are_unique() -> None:
     names = [case.name for case in CASES]
 
     assert len(names) == len(set(names))
+
+
+_TLS_CLAUSES = ("Blips", "Close", "Death", "Fork", "edge: Fork", "Interrupt", "Order")
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.clause in _TLS_CLAUSES], ids=str
+)
+def test_nng_over_tls_keeps_the_clauses_that_depend_on_the_engine(case: Case) -> None:
+    """The others are the mesh's, whatever it runs over."""
+    run_case("nng:tls", case, **nng_links.tls_options())
 
 
 def test_zmq_chooses_a_wire_by_itself() -> None:

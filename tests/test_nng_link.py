@@ -22,7 +22,6 @@ from nng_links import ipc, tcp, tls, tls_options
 import mq
 from mq.errors import ForkedProcess
 from mq.mesh.poller import Poller
-from mq.testing import CASES, run_case
 from mq.testing.proxy import Proxy
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, Conn, What
 from transports._nng_conns import NngConn
@@ -74,7 +73,7 @@ def raw_pair() -> Iterator[RawPair]:
     def make(address: str) -> Any:
         pair = pynng.Pair0(send_timeout=int(PATIENCE * 1000), send_buffer_size=4)
         made.append(pair)
-        pair.dial(address, block=True)
+        pair.dial(address, block=False)
         return pair
 
     yield make
@@ -232,7 +231,7 @@ def test_a_message_interrupted_while_it_is_taken_breaks_its_connection(
 
         monkeypatch.setattr(channel, "receive", interrupted)
         for index in range(3):
-            world.send(dialled, b"%d" % index)
+            dialled.try_send(b"%d" % index)
         with pytest.raises(KeyboardInterrupt):
             world.until(lambda: False, "the interrupt")
         monkeypatch.setattr(channel, "receive", take)
@@ -649,13 +648,3 @@ def test_certificates_that_are_missing_or_unreadable_are_named(
             options = {**tls_options(), option: path}
             with pytest.raises(OSError, match=words):
                 mq.connect("nng:tls", group="tls", name="a", **options)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if case.clause in ("Blips", "Close", "Order")],
-    ids=str,
-)
-def test_tls_keeps_the_contract(case: Any) -> None:
-    """Those clauses in which the engine has the largest part; see also test_links."""
-    run_case("nng:tls", case, **tls_options())

@@ -95,7 +95,8 @@ class NngConn(Conn):
         except OSError as error:
             self.fail(f"cannot open {self.address}: {error}")
             return
-        self._link.watch(channel.watch_fd, channel.watch_events, self._watched)
+        for fd, events in channel.watches:
+            self._link.watch(fd, events, self._watched)
         self._link.read(channel.recv_fd, self)
         channel.send(b"", memoryview(_HELLO))
 
@@ -275,7 +276,7 @@ class NngConn(Conn):
             dialling.close()
         channel, self._channel = self._channel, None
         if channel is not None:
-            for fd in (channel.watch_fd, self._room_fd):
+            for fd in (self._room_fd, *(fd for fd, _ in channel.watches)):
                 link.unwatch(fd)
             link.unread(channel.recv_fd)
             channel.close()

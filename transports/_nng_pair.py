@@ -12,6 +12,7 @@ import os
 import select
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from mq import exits
 from mq.errors import ForkedProcess
 
 PREFIX_BYTES = 4
+HANG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _NOW = lib.NNG_FLAG_NONBLOCK
 
 
@@ -111,14 +113,13 @@ class Channel(ABC):
 
     Attributes:
         recv_fd: Readable while `receive` may return something.
-        watch_fd: When one of `watch_events` happens to it, `watched` must be called.
+        watches: Descriptors, each with the events after which `watched` is due.
         in_band: Whether `recv_fd` also tells that the connection broke.
         problem: Why it broke, where the engine says.
     """
 
     recv_fd: int
-    watch_fd: int
-    watch_events: ClassVar[int]
+    watches: Sequence[tuple[int, int]]
     in_band: ClassVar[bool] = False
     problem: str = ""
 
@@ -130,7 +131,7 @@ class Channel(ABC):
 
     @abstractmethod
     def room_fd(self) -> int:
-        """Readable when there is room again; -1 where `watch_fd` tells."""
+        """Readable when there is room again; -1 where `watches` tell."""
 
     @abstractmethod
     def has_room(self) -> bool:
@@ -138,7 +139,7 @@ class Channel(ABC):
 
     @abstractmethod
     def watched(self) -> bool:
-        """Look at what `watch_fd` tells; whether the connection is broken."""
+        """Look at what `watches` tell; whether the connection is broken."""
 
     @abstractmethod
     def receive(self) -> memoryview | None:
@@ -180,11 +181,9 @@ class Pair(Channel):
         largest: Bytes of the largest message; NNG hangs up on longer ones.
     """
 
-    watch_events = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
-
     def __init__(self, fd: int, depth: int, largest: int) -> None:
         self._fd = fd
-        self._inode = _inode(fd)
+        self._inode = inode(fd)
         self._out = ffi.new("nng_msg **")
         self._in = ffi.new("nng_msg **")
         self._view: memoryview | None = None
@@ -194,12 +193,13 @@ class Pair(Channel):
         self._heard = False
         self._disposed = False
         # The engine shuts its descriptor down before it closes it, and the copy tells.
-        self.watch_fd = os.dup(fd)
+        self._copy = os.dup(fd)
+        self.watches = ((self._copy, HANG_UP),)
         opened = ffi.new("nng_socket *")
         code = lib.nng_pair0_open(opened)
         if code:
             os.close(fd)
-            os.close(self.watch_fd)
+            os.close(self._copy)
             check(code)
         self._socket: Any = opened[0]
         try:
@@ -292,11 +292,7 @@ class Pair(Channel):
         return not poller.poll(0)
 
     def refused(self) -> bool:
-        with socket.socket(fileno=os.dup(self.watch_fd)) as stream:
-            try:
-                return bool(stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-            except OSError:
-                return False
+        return unread(self._copy)
 
     def close(self) -> None:
         if self._closed:
@@ -308,10 +304,10 @@ class Pair(Channel):
         else:
             # NNG 1.11 never closes the descriptor of a socket that is closed while it
             # still negotiates (6 of 90 times): so first have it see the connection end.
-            with socket.socket(fileno=os.dup(self.watch_fd)) as stream:
+            with socket.socket(fileno=os.dup(self._copy)) as stream:
                 with contextlib.suppress(OSError):  # not connected any more
                     stream.shutdown(socket.SHUT_RDWR)
-        os.close(self.watch_fd)
+        os.close(self._copy)
 
     def _dispose(self) -> None:
         if not self._disposed:
@@ -326,19 +322,28 @@ class Pair(Channel):
 
     def _is_open(self) -> bool:
         """Whether NNG has not closed its descriptor yet."""
-        return _inode(self._fd) == self._inode
+        return inode(self._fd) == self._inode
 
     def abandon(self) -> None:
         if not self._closed:
             self._closed = True
-            os.close(self.watch_fd)
+            os.close(self._copy)
             if self._is_open():
                 os.close(self._fd)
 
 
-def _inode(fd: int) -> int:
+def inode(fd: int) -> int:
     """Tells whether a descriptor still is the socket that it was; 0: it is closed."""
     try:
         return os.fstat(fd).st_ino
     except OSError:
         return 0
+
+
+def unread(fd: int) -> bool:
+    """Whether a stream socket holds bytes that the engine has not read."""
+    with socket.socket(fileno=os.dup(fd)) as stream:
+        try:
+            return bool(stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False

@@ -21,7 +21,15 @@ from typing import Any
 
 from pynng import ffi, lib
 
-from transports._nng_pair import PREFIX_BYTES, Channel, check, explain
+from transports._nng_pair import (
+    HANG_UP,
+    PREFIX_BYTES,
+    Channel,
+    check,
+    explain,
+    inode,
+    unread,
+)
 
 _SIZE_BYTES = 8
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -148,16 +156,19 @@ class TlsChannel(Channel):
     """
 
     in_band = True
-    watch_events = select.EPOLLIN
 
     def __init__(self, stream: Any, largest: int) -> None:
         self._stream = stream
         self._largest = largest
-        self._ports = [
-            _port(stream, name) for name in (b"local-address", b"remote-address")
-        ]
+        ports = [_port(stream, name) for name in (b"local-address", b"remote-address")]
         self._receiving, self._sending = Operation(), Operation()
-        self.recv_fd, self.watch_fd = self._receiving.fd, self._sending.fd
+        self.recv_fd = self._receiving.fd
+        # NNG 1.11 may leave its operations waiting for ever when the connection breaks
+        # while it both sends and receives, but a copy of its descriptor tells.
+        self._fd = next((fd for fd in _descriptors() if _ports_of(fd) == ports), -1)
+        self._inode = inode(self._fd)
+        self._copy = -1 if self._fd < 0 else os.dup(self._fd)
+        self.watches = ((self._sending.fd, select.EPOLLIN), (self._copy, HANG_UP))
         self._in = bytearray(_SIZE_BYTES + largest)
         self._in_memory = ffi.from_buffer(self._in)
         # One leaves while the other fills, with two of the largest or many small.
@@ -166,7 +177,7 @@ class TlsChannel(Channel):
         self._taken = 0
         self._counted = False  # what the operation that has ended brought
         self._view: memoryview | None = None
-        self._broken = False
+        self._broken = self._fd < 0  # it has gone already
         self._refused = False
         self._full = False
         self._closed = False
@@ -265,6 +276,16 @@ class TlsChannel(Channel):
             self._out.sent += self._sending.count()
             self._full &= self._out.sent < self._out.end
             self._send_more()
+        if self._is_cut() and not self._receiving.has_ended():
+            self._broken = self._advance() < 0
+        return self._broken
+
+    def _is_cut(self) -> bool:
+        """Whether the peer has gone, and NNG reads nothing more of what it left."""
+        poller = select.poll()
+        poller.register(self._copy, select.POLLRDHUP)
+        for _, events in poller.poll(0):
+            return bool(events & ~select.POLLRDHUP) or not unread(self._copy)
         return False
 
     def room_fd(self) -> int:
@@ -293,18 +314,21 @@ class TlsChannel(Channel):
             self._receiving.close()
             self._sending.close()
             lib.nng_stream_free(self._stream)
+            if self._copy >= 0:
+                os.close(self._copy)
 
     def freed(self) -> bool:
-        return not any(_ports_of(fd) == self._ports for fd in _descriptors())
+        return self._fd < 0 or inode(self._fd) != self._inode
 
     def abandon(self) -> None:
         if not self._closed:
             self._closed = True
             self._receiving.abandon()
             self._sending.abandon()
-            for fd in _descriptors():
-                if _ports_of(fd) == self._ports:
-                    os.close(fd)
+            if self._copy >= 0:
+                os.close(self._copy)
+            if not self.freed():
+                os.close(self._fd)
 
 
 def _port(stream: Any, name: bytes) -> int:

@@ -14,9 +14,11 @@ from typing import ClassVar
 from pynng import ffi, lib
 
 from mq import addresses
+from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from mq.transport import Capabilities, Conn, What
 from transports._nng_conns import NngConn
+from transports._nng_pair import engine
 from transports._nng_tls import Dialler, Listener, TlsChannel, TlsOptions
 from transports.nng import NngLink, split
 
@@ -67,18 +69,18 @@ class NngTlsLink(NngLink):
         self._tls: TlsOptions | None = None
         self._doors: list[Listener] = []
 
-    @classmethod
-    def unusable(cls) -> str | None:
-        engine = ffi.string(lib.nng_tls_engine_name())
-        if engine == b"none":
-            return "this build of pynng has no TLS; the wheels on PyPI have"
-        return super().unusable()
-
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
     ) -> list[str]:
         for address in listen:
             self._check(address)
+        engine.use()
+        # Not in `unusable`: even this question starts NNG, which forks do not survive.
+        if ffi.string(lib.nng_tls_engine_name()) == b"none":
+            raise TransportUnavailable(
+                "transport 'nng:tls' cannot run here: this build of pynng has no TLS; "
+                "the wheels on PyPI have"
+            )
         self._tls = TlsOptions(self._paths, self._server_name)
         return super().open(poller, listen, directory)
 
