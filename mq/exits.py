@@ -33,12 +33,12 @@ def register(queue: MQ) -> None:
         os.register_at_fork(after_in_child=_after_fork)
         safe_types.on_change.append(_types_changed)
     _pid = os.getpid()
-    atexit.register(close_all)
+    atexit.register(_close_all)
     util = sys.modules.get("multiprocessing.util")
     process = sys.modules.get("multiprocessing.process")
     if util is not None and process is not None and process.parent_process():
         # multiprocessing's children leave by os._exit, which skips atexit.
-        util.Finalize(None, close_all, exitpriority=100)
+        util.Finalize(None, _close_all, exitpriority=100)
 
 
 def unregister(queue: MQ) -> None:
@@ -52,8 +52,7 @@ def _types_changed() -> None:
         queue.types_changed()
 
 
-def close_all() -> None:
-    """Close every open queue, as exit does; what cannot be closed is logged."""
+def _close_all() -> None:
     for queue in list(_open):
         _close(queue)
 

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import pynng
 from pynng import ffi, lib
 
-from mq import exits
 from mq.errors import ForkedProcess
 
 PREFIX_BYTES = 4
@@ -40,13 +39,14 @@ def check(code: int) -> None:
 
 
 class _Engine:
-    """Knows whether NNG may be used in this process.
+    """Knows whether NNG may be used in this process, and by how many links it is.
 
     NNG's threads start with its first socket and stay: nng_fini ends them, but then a
     socket opened later never closes (NNG 1.11).
     """
 
     def __init__(self) -> None:
+        self.links = 0
         self._used = False
         self._forked = False
 
@@ -93,11 +93,12 @@ def _runs() -> bool:
 
 
 def _at_exit() -> None:
-    exits.close_all()
-    lib.nng_fini()
+    # While queues are open, which the library closes later on at exit, NNG must run.
+    if not engine.links:
+        lib.nng_fini()
 
 
-# pynng ends NNG at exit, which may come before the queues are closed.
+# Registered by pynng itself, it would end NNG under open queues, or hang in a child.
 if (_pynng_atexit := getattr(pynng.nng, "_pynng_atexit", None)) is not None:
     atexit.unregister(_pynng_atexit)
 atexit.register(_at_exit)

@@ -97,6 +97,7 @@ class NngLink(Link):
             if address != "ipc" or "ipc" not in self._wires:
                 self._check(address)
         engine.use()
+        engine.links += 1
         self._open = True
         self._poller = poller
         self._epoll = select.epoll()
@@ -320,6 +321,7 @@ class NngLink(Link):
         while self._still_freeing() and time.monotonic() < deadline:
             time.sleep(0.0005)  # NNG closes descriptors in a thread that tells nobody
         self._open = False
+        engine.links -= 1
         self._poller.unregister(self._rare.fileno())
         self._rare.close()
         self._epoll.close()
