@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _HELLO = b"tensormq nng 1"
 _BYE = b"bye"
 LINGER_SECONDS = 0.5
+_BURST = 32  # messages thrown away at a time while a connection closes
 _LOST = "the connection was lost"
 
 
@@ -261,7 +262,9 @@ class NngConn(Conn):
                 self._link.unwatch(self._room_fd)
             else:
                 self._wait_for_room(channel)
-        while self._take() is not None:
+        for _ in range(_BURST):
+            if self._take() is None:
+                break
             self.discard_body()
 
     def drop(self) -> None:

@@ -281,7 +281,8 @@ class NngLink(Link):
         return sorted(usable, key=lambda a: self._wires.index(a.partition("://")[0]))
 
     def is_routable(self, address: str) -> bool:
-        if address.partition("://")[0] == "ipc":
+        wire = address.partition("://")[0]
+        if wire == "ipc" or wire not in self._wires:
             return False
         return not addresses.is_loopback(split(address)[0])
 
