@@ -326,7 +326,12 @@ def test_a_child_forked_before_the_first_use_connects() -> None:
             import os, sys, mq, transports.nng
             child = os.fork()
             with mq.connect("nng", group=sys.argv[1], name=f"x{child}") as queue:
-                queue.wait_for_members(2, timeout=20)
+                if child:
+                    queue.subscribe("t")
+                    assert queue.recv(timeout=20).payload == "from the child"
+                else:
+                    queue.wait_for_subscribers("t", 1, timeout=20)
+                    queue.publish("t", "from the child", timeout=20)
             if child:
                 _, status = os.waitpid(child, 0)
                 print(os.waitstatus_to_exitcode(status))
