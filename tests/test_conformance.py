@@ -72,11 +72,12 @@ def test_nng_over_tls_keeps_the_clauses_that_depend_on_the_engine(case: Case) ->
     run_case("nng:tls", case, **nng_links.tls_options())
 
 
-def test_zmq_chooses_a_wire_by_itself() -> None:
-    """Bare `zmq` passes what depends on the choice of an address."""
+@pytest.mark.parametrize("backend", ["nng", "zmq"])
+def test_a_bare_engine_chooses_a_wire_by_itself(backend: str) -> None:
+    """Bare `nng` and `zmq` pass what depends on the choice of an address."""
     for name in (
         "order_is_fifo_per_publisher_and_topic",
         "members_that_connect_at_once_all_see_each_other",
         "blip_is_resumed",
     ):
-        run_case("zmq", name)
+        run_case(backend, name)
