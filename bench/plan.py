@@ -13,7 +13,10 @@ from bench.rows import Cell
 
 SIZES = (1250, 20_000, 1_250_000, 10_000_000, 40_000_000, 640_000_000)
 LARGE_SIZES = (1_250_000_000, 2_500_000_000)
-QUICK_TRANSPORTS = ("inproc", "zmq:ipc", "zmq:tcp")
+QUICK_TRANSPORTS = ("inproc", "nng:ipc", "nng:tcp", "zmq:ipc", "zmq:tcp")
+
+BUS = "raw:nng-bus"
+"""What DI-engine's queue does with NNG, over unix sockets as by its default."""
 
 _UNITS = {"": 1}
 for _power, _prefix in enumerate("kmgt", 1):
@@ -31,8 +34,9 @@ class Workload:
         spokes: Participants besides the hub.
         unit: Of the value that transports are compared by.
         lower_is_better: Whether a small value is a good one.
-        baselines: What else than the library can run it: of "raw", "pubsub", "memcpy"
-            and "limit" (the socket of the same kind).
+        baselines: What else than the library can run it: of "raw", "pubsub", "bus"
+            (what DI-engine does with NNG), "memcpy" and "limit" (the socket of the same
+            kind).
         sizes: In bytes; (0,) where there is nothing to choose.
         memory: How many payloads must fit into memory at once.
         quick: The sizes of a quick run; empty: `sizes`.
@@ -48,7 +52,7 @@ class Workload:
     quick: tuple[int, ...] = ()
 
 
-_ALL = frozenset({"raw", "memcpy", "limit"})
+_ALL = frozenset({"raw", "bus", "memcpy", "limit"})
 _RAW = frozenset({"raw"})
 _W = "bench.workloads:"
 WORKLOADS = {
@@ -60,7 +64,7 @@ WORKLOADS = {
         f"{_W}latency", 1, "ms", True, SIZES + LARGE_SIZES, _ALL, 4, SIZES
     ),
     "rate": Workload(
-        f"{_W}rate", 1, "msg/s", False, (64, 1000), _RAW | frozenset({"pubsub"})
+        f"{_W}rate", 1, "msg/s", False, (64, 1000), _RAW | {"bus", "pubsub"}
     ),
     "fanout": Workload(f"{_W}latency", 3, "ms", True, (10_000_000,), _RAW, 6),
     "fanin": Workload(f"{_W}fanin", 3, "msg/s", False, (20_000,), _RAW),
@@ -96,9 +100,11 @@ def parse_size(text: str) -> int:
 @lru_cache
 def raw_of(transport: str) -> str | None:
     """The bare library under a transport, on the same wire."""
-    if transport == "zmq":  # chooses ipc between members on one host
-        return "raw:zmq:ipc"
-    return f"raw:{transport}" if transport in ("zmq:ipc", "zmq:tcp") else None
+    if transport in ("nng", "zmq"):  # they choose ipc between members on one host
+        return f"raw:{transport}:ipc"
+    engine, _, wire = transport.partition(":")
+    known = engine in ("nng", "zmq") and wire in ("ipc", "tcp")
+    return f"raw:{transport}" if known else None
 
 
 @lru_cache
@@ -106,7 +112,7 @@ def limit_of(transport: str) -> str:
     """What bounds a transport on one host."""
     if transport in ("inproc", "shm"):
         return "limit:memcpy"
-    unix = transport == "zmq" or transport.endswith(":ipc")
+    unix = transport in ("nng", "zmq") or transport.endswith(":ipc")
     return "limit:unix" if unix else "limit:tcp"
 
 
@@ -119,6 +125,8 @@ def baselines(transport: str, workload: str) -> list[str]:
         found.append(raw)
     if raw and "pubsub" in allowed:
         found.append(f"{raw}:pubsub")
+    if transport in ("nng", "nng:ipc") and "bus" in allowed:
+        found.append(BUS)
     if ("memcpy" if limit == "limit:memcpy" else "limit") in allowed:
         found.append(limit)
     return found
@@ -134,13 +142,21 @@ def can_run(transport: str, workload: str) -> bool:
     if not is_baseline(transport):
         return True
     allowed = WORKLOADS[workload].baselines
+    if transport == BUS:
+        return "bus" in allowed
     if transport.startswith("raw:"):
         return ("pubsub" if transport.endswith(":pubsub") else "raw") in allowed
     return ("memcpy" if transport == "limit:memcpy" else "limit") in allowed
 
 
 BASELINES = [
-    *(f"raw:zmq:{wire}{kind}" for wire in ("ipc", "tcp") for kind in ("", ":pubsub")),
+    *(
+        f"raw:{engine}:{wire}{kind}"
+        for engine in ("nng", "zmq")
+        for wire in ("ipc", "tcp")
+        for kind in ("", ":pubsub")
+    ),
+    BUS,
     *(f"limit:{kind}" for kind in ("memcpy", "unix", "tcp")),
 ]
 

@@ -16,7 +16,8 @@ from bench import peer
 from bench.peer import Metrics, Unusable
 from bench.rows import Cell, Result, Usage
 
-PRELOAD = ["torch", "bench.workloads", "bench.wire", "bench.raw", "bench.limits"]
+PRELOAD = ["torch", *(f"bench.{name}" for name in ("workloads", "wire", "limits"))]
+PRELOAD += ["bench.raw", "bench.raw_nng"]
 
 
 class CellFailed(Exception):

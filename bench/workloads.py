@@ -26,9 +26,17 @@ def open_wire(peer: Peer, quiet: float | None = None) -> Iterator[Wire]:
             what the cell has.
     """
     wait = peer.remaining() / 3 if quiet is None else quiet
-    family = peer.cell.transport.partition(":")[0]
+    family, _, engine = peer.cell.transport.partition(":")
     wire: Wire
-    if family == "raw":
+    if engine == "nng-bus":
+        from bench.raw_nng import NngBusWire
+
+        wire = NngBusWire(peer, wait)
+    elif family == "raw" and engine.startswith("nng:"):
+        from bench.raw_nng import RawNngWire
+
+        wire = RawNngWire(peer, wait)
+    elif family == "raw":
         from bench.raw import RawZmqWire
 
         wire = RawZmqWire(peer, wait)
@@ -136,7 +144,7 @@ def _flow(peer: Peer, kind: str, sender: bool) -> Metrics | None:
     nbytes, budget = peer.cell.nbytes, peer.cell.budget
     payload = payloads.make(kind, nbytes) if sender else None
     senders = peer.spokes if kind == "batch" else 1
-    lossy = peer.cell.transport.endswith(":pubsub")
+    lossy = peer.cell.transport.endswith((":pubsub", "-bus"))
     count, seconds, delivered, trial = (4 if nbytes >= _LARGE else 200), 0.0, 0, 0
     lasting = False
     with open_wire(peer, quiet=1.0 if lossy else None) as wire:

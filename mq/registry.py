@@ -38,6 +38,10 @@ class Entry:
 
 _TABLE: Final[dict[str, Entry]] = {
     "inproc": Entry("transports.inproc:InprocLink"),
+    "nng": Entry("transports.nng:NngLink", "pynng", {"wires": ("ipc", "tcp")}),
+    "nng:ipc": Entry("transports.nng:NngIpcLink", "pynng", {"wires": ("ipc",)}),
+    "nng:tcp": Entry("transports.nng:NngLink", "pynng", {"wires": ("tcp",)}),
+    "nng:tls": Entry("transports.nng_tls:NngTlsLink", "pynng"),
     "zmq": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("ipc", "tcp")}),
     "zmq:ipc": Entry("transports.zmq:ZmqIpcLink", "pyzmq", {"wires": ("ipc",)}),
     "zmq:tcp": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("tcp",)}),

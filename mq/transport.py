@@ -49,6 +49,8 @@ class Capabilities:
         separate_processes: Whether members are processes; False means that members are
             threads of one process, so that process death and fork cannot be shown.
         encrypted: Whether what travels is encrypted.
+        engine_stays: Whether threads and descriptors of the engine itself, a fixed few,
+            stay after the last `Link.close` until the process ends.
     """
 
     reach: Literal["process", "host", "network"]
@@ -56,6 +58,7 @@ class Capabilities:
     survives_fork: bool = True
     separate_processes: bool = True
     encrypted: bool = False
+    engine_stays: bool = False
 
 
 class What(enum.Enum):

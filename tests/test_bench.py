@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import payloads, plan, raw, report
+from bench import payloads, plan, raw, raw_nng, report
 from bench.command import main, measure
 from bench.peer import Metrics, Peer, Unusable
 from bench.rows import Cell, Result, Usage, Writer, percentiles, read
 from bench.runner import run_cell
 
-BASELINES = ["raw:zmq:ipc", "raw:zmq:tcp", "limit:unix", "limit:tcp", "limit:memcpy"]
-RAW = ["raw:zmq:ipc", "raw:zmq:tcp"]
-OURS = ["inproc", "zmq:ipc", "zmq:tcp"]
+RAW = ["raw:nng:ipc", "raw:nng:tcp", "raw:zmq:ipc", "raw:zmq:tcp"]
+BASELINES = [*RAW, "raw:nng-bus", "limit:unix", "limit:tcp", "limit:memcpy"]
+OURS = ["inproc", "nng:ipc", "nng:tcp", "zmq:ipc", "zmq:tcp"]
 
 
 def measured(transport: str, workload: str, nbytes: int) -> dict[str, float]:
@@ -48,6 +48,12 @@ def test_latency_is_measured_on(transport: str) -> None:
 def test_nothing_is_lost_in(workload: str, nbytes: int, transport: str) -> None:
     """What waits for its receiver delivers every message."""
     assert measured(transport, workload, nbytes)["lost"] == 0
+
+
+def test_losses_of_di_engines_queue_are_counted() -> None:
+    """Bus0 drops what its peers do not take in time; the cell says how much."""
+    metrics = measured("raw:nng-bus", "rate", 64)
+    assert 0 <= metrics["lost"] < metrics["sent"]
 
 
 @pytest.mark.parametrize("transport", [*RAW, *OURS])
@@ -180,6 +186,8 @@ def test_the_raw_codec_gives_back_what_it_was_given(kind: str, nbytes: int) -> N
     sent = payloads.make(kind, nbytes)
     parts = [memoryview(bytearray(part)) for part in raw.encode(sent)]
     payloads.check(raw.decode(parts), kind, nbytes)
+    whole = bytearray(raw_nng.join(raw.encode(sent)))
+    payloads.check(raw.decode(raw_nng.split(whole)), kind, nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [64, 65, 100, 300, 1000, 70_000])

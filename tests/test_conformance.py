@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import nng_links
 import pytest
 
 from mq import registry
 from mq.testing import CASES, CLAUSES, Case, run_case
 
-BACKENDS = ("inproc", "zmq:ipc", "zmq:tcp")
+BACKENDS = ("inproc", "nng:ipc", "nng:tcp", "zmq:ipc", "zmq:tcp")
 
 
 def _parameters() -> list[object]:
@@ -34,8 +35,11 @@ def test_transport_keeps_the_contract(backend: str, case: Case) -> None:
 
 
 def test_every_registered_transport_is_covered() -> None:
-    """A transport in the registry is in the list above, or an alias of some there."""
-    covered = {*BACKENDS, "zmq"}
+    """A transport in the registry is in the list above, or an alias of some there.
+
+    `nng:tls` needs certificates, and runs what depends on it below.
+    """
+    covered = {*BACKENDS, "nng", "zmq", "nng:tls"}
 
     missing = {name for name in registry.table if name not in covered}
 
@@ -57,11 +61,23 @@ def test_names_of_cases_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-def test_zmq_chooses_a_wire_by_itself() -> None:
-    """Bare `zmq` passes what depends on the choice of an address."""
+_TLS_CLAUSES = ("Blips", "Close", "Death", "Fork", "edge: Fork", "Interrupt", "Order")
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.clause in _TLS_CLAUSES], ids=str
+)
+def test_nng_over_tls_keeps_the_clauses_that_depend_on_the_engine(case: Case) -> None:
+    """The others are the mesh's, whatever it runs over."""
+    run_case("nng:tls", case, **nng_links.tls_options())
+
+
+@pytest.mark.parametrize("backend", ["nng", "zmq"])
+def test_a_bare_engine_chooses_a_wire_by_itself(backend: str) -> None:
+    """Bare `nng` and `zmq` pass what depends on the choice of an address."""
     for name in (
         "order_is_fifo_per_publisher_and_topic",
         "members_that_connect_at_once_all_see_each_other",
         "blip_is_resumed",
     ):
-        run_case("zmq", name)
+        run_case(backend, name)

@@ -9,16 +9,27 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import links
+import nng_links
 import pytest
 from link_world import MakeLink, World
 
 from mq.transport import What
+from transports._nng_pair import engine
 from transports.inproc import InprocLink
 from transports.zmq import ZmqLink
 
 ipc = functools.partial(ZmqLink, wires=("ipc",))
 tcp = functools.partial(ZmqLink, wires=("tcp",))
-LINKS = {"inproc": InprocLink, "zmq": ZmqLink, "zmq-ipc": ipc, "zmq-tcp": tcp}
+LINKS: dict[str, MakeLink] = {
+    "inproc": InprocLink,
+    "zmq": ZmqLink,
+    "zmq-ipc": ipc,
+    "zmq-tcp": tcp,
+    "nng-ipc": nng_links.ipc,
+    "nng-tcp": nng_links.tcp,
+    "nng-tls": nng_links.tls,
+}
+FORKS = {name: make for name, make in LINKS.items() if "nng" not in name}
 PROMISES: dict[str, Callable[[MakeLink], None]] = {
     promise.__name__: promise
     for promise in (
@@ -44,6 +55,12 @@ BOTH_WAYS = (
     links.shows_close_to_the_other_end,
     links.delivers_before_the_link_closes,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nng_runs() -> None:
+    """Its engine stays once it was used, which is no leak of the first test."""
+    engine.use()
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +90,7 @@ def test_the_accepting_end_keeps_them_too(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("make", LINKS.values(), ids=LINKS)
+@pytest.mark.parametrize("make", FORKS.values(), ids=FORKS)
 def test_a_forked_child_opens_links_and_leaves_the_parent_alone(
     make: MakeLink,
 ) -> None:
@@ -99,7 +116,7 @@ def test_a_forked_child_opens_links_and_leaves_the_parent_alone(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("make", [ipc, tcp], ids=["ipc", "tcp"])
+@pytest.mark.parametrize("make", [ipc, tcp], ids=["zmq-ipc", "zmq-tcp"])
 def test_a_forked_child_does_not_hide_the_death_of_its_parent(make: MakeLink) -> None:
     """The child's copies of the connections are closed, so peers see the parent die."""
     with World(make, 1) as world:

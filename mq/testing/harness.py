@@ -98,7 +98,10 @@ class Group:
         process.start()
         theirs.close()
         write_stacks.close()
-        return self._add(Member(self, name, ours, process, stacks))
+        member = self._add(Member(self, name, ours, process, stacks))
+        if self.capabilities.engine_stays:
+            member.ask(worker.start_engine, self.backend, self._options).result()
+        return member
 
     def run_process(self, function: Callable[..., None], *args: Any) -> int | None:
         """Run a function as the whole of a process, which ends as such processes do.

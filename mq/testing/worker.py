@@ -23,6 +23,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from mq import registry
+from mq.mesh.poller import Poller
+
 
 @dataclass(frozen=True)
 class Request:
@@ -171,6 +174,19 @@ def connect(worker: Worker, backend: str, options: dict[str, Any]) -> int:
     worker.baseline = resources()
     worker.queue = mq.connect(backend, **options)
     return os.getpid()
+
+
+def start_engine(worker: Worker, backend: str, options: dict[str, Any]) -> None:
+    """Use the engine once; what it keeps from then on is no leak of a queue."""
+    own = registry.option_names(backend)
+    link = registry.create(backend, {k: v for k, v in options.items() if k in own})
+    poller = Poller()
+    try:
+        link.open(poller, [], None)
+    finally:
+        link.close()
+        poller.close()
+    worker.baseline = resources()
 
 
 def call(worker: Worker, method: str, *args: Any, **kwargs: Any) -> Any:

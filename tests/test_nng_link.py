@@ -1,0 +1,655 @@
+"""What NNG's link does with hostile peers, cut wires, forks, descriptors and TLS."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pynng
+import pytest
+from link_world import PATIENCE, MakeLink, World
+from nng_links import ipc, tcp, tls, tls_options
+
+import mq
+from mq.errors import ForkedProcess
+from mq.mesh.poller import Poller
+from mq.testing.proxy import Proxy
+from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, Conn, What
+from transports._nng_conns import NngConn
+from transports._nng_pair import engine
+from transports.nng import NngIpcLink, NngLink
+from transports.nng_tls import NngTlsLink
+
+WIRES = {"ipc": ipc, "tcp": tcp, "tls": tls}
+HELLO = bytes(4) + b"tensormq nng 1"
+
+
+def framed(head: bytes, body: bytes = b"") -> bytes:
+    return len(head).to_bytes(4, "little") + head + body
+
+
+MALFORMED = {
+    "no size": b"abc",
+    "nothing": b"",
+    "a head beyond the message": (100).to_bytes(4, "little") + b"short",
+    "a head that is too large": framed(bytes(MAX_HEAD_BYTES + 1)),
+    "a body that is too large": framed(b"head", bytes(CHUNK_BYTES + 1)),
+    "a message beyond NNG's limit": framed(b"head", bytes(4 * CHUNK_BYTES)),
+    "a word that no link says": framed(b"", b"what?"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nng_runs() -> None:
+    """Its engine stays once it was used, which is no leak of the first test."""
+    engine.use()
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Socket files go where no other test looks, under a short path."""
+    with tempfile.TemporaryDirectory(prefix="links-") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield directory
+
+
+RawPair = Callable[[str], Any]
+
+
+@pytest.fixture
+def raw_pair() -> Iterator[RawPair]:
+    """Makes Pair0 sockets that are not ours, connected to an address."""
+    made: list[Any] = []
+
+    def make(address: str) -> Any:
+        pair = pynng.Pair0(send_timeout=int(PATIENCE * 1000), send_buffer_size=4)
+        made.append(pair)
+        pair.dial(address, block=False)
+        return pair
+
+    yield make
+    for pair in made:
+        pair.close()
+
+
+# -- hostile peers ----------
+
+
+@pytest.mark.parametrize("message", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_message_breaks_only_the_connection_it_came_on(
+    raw_pair: RawPair, message: bytes
+) -> None:
+    """It is counted, its connection is LOST, and the others do not notice."""
+    with World(tcp) as world:
+        dialled, accepted = world.connect()
+        member = world.members[1]
+        pair = raw_pair(member.addresses[0])
+        for said in (HELLO, framed(b"well-formed"), message):
+            pair.send(said)
+        world.until(lambda: len(member.conns(What.ACCEPTED)) == 2, "the raw socket")
+        hostile = member.conns(What.ACCEPTED)[1]
+        world.lost(1, hostile)
+        assert member.received[hostile] == [(b"well-formed", b"")]
+        assert member.link.malformed >= 1
+        world.send(dialled, b"undisturbed", b"body")
+        world.until(lambda: accepted in member.received, "the others' message")
+        assert member.conns(What.LOST) == [hostile]
+
+
+def test_a_peer_that_does_not_say_hello_is_never_a_connection(
+    raw_pair: RawPair,
+) -> None:
+    """A program that speaks NNG, but is no member, is counted and dropped."""
+    with World(tcp, 1) as world:
+        (member,) = world.members
+        raw_pair(member.addresses[0]).send(framed(b"good day"))
+        world.until(lambda: member.link.malformed == 1, "the stranger")
+        assert not member.events
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_bytes_that_are_not_nng_do_no_harm(wire: str) -> None:
+    """Garbage at a listener is counted, and the next member is welcome."""
+    with World(WIRES[wire]) as world:
+        member = world.members[1]
+        rest = member.addresses[0].partition("://")[2]
+        for size in (0, 1, 8, 64, 5000):
+            with _connected(rest) as plain:
+                plain.sendall(os.urandom(size))
+        dialled, accepted = world.connect()
+        world.send(dialled, b"fine")
+        world.until(lambda: accepted in member.received, "a message")
+        assert member.conns(What.ACCEPTED) == [accepted]
+        world.until(lambda: member.link.malformed == 5, "five strangers")
+
+
+def _connected(rest: str) -> socket.socket:
+    if rest.startswith("/"):
+        plain = socket.socket(socket.AF_UNIX)
+        plain.connect(rest)
+        return plain
+    host, _, port = rest.rpartition(":")
+    return socket.create_connection((host, int(port)), PATIENCE)
+
+
+def test_strangers_that_say_nothing_are_bounded() -> None:
+    """Of many silent connections the oldest are dropped for the newest."""
+    with World(tcp) as world:
+        member = world.members[1]
+        assert isinstance(member.link, NngLink)
+        rest = member.addresses[0].partition("://")[2]
+        silent = [_connected(rest) for _ in range(150)]
+        world.until(lambda: _count(member.link) >= 150, "all of them")
+        assert len(member.link.conns) < 140
+        world.connect()
+        for plain in silent:
+            plain.close()
+
+
+def _count(link: Any) -> int:
+    """How many strangers there are and were."""
+    return len(link.strangers) + int(link.malformed)
+
+
+@pytest.mark.parametrize("wire", ["tcp", "tls"])
+def test_a_peer_that_answers_nonsense_is_lost(wire: str) -> None:
+    """A dialled address where something else listens is LOST with a reason."""
+    with (
+        World(WIRES[wire], 1) as world,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
+        scheme = world.members[0].addresses[0].partition("://")[0]
+        conn = world.members[0].link.dial(
+            f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
+        )
+        server.settimeout(PATIENCE)
+        world.until(lambda: True, "the dial to begin")
+        other, _ = server.accept()
+        with other:
+            other.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
+            world.lost(0, conn)
+
+
+# -- breaks ----------
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_cut_wire_is_lost_at_both_ends_and_what_arrived_is_in_order(
+    wire: str, own_temporary_directory: str
+) -> None:
+    """After a cut both ends report LOST; what was received is a prefix."""
+    with World(WIRES[wire]) as world:
+        ours, theirs = world.members
+        proxy = Proxy(theirs.addresses[0], f"{own_temporary_directory}/proxy")
+        dialled = ours.link.dial(proxy.address)
+        world.until(lambda: bool(theirs.conns(What.ACCEPTED)), "ACCEPTED")
+        (accepted,) = theirs.conns(What.ACCEPTED)
+        world.until(lambda: dialled in ours.conns(What.OPENED), "OPENED")
+        for index in range(50):
+            world.send(dialled, b"%d" % index, bytes(100_000))
+            world.send(accepted, b"%d" % index, bytes(100_000))
+        world.until(lambda: bool(theirs.received), "the first message")
+        proxy.cut()
+        world.lost(0, dialled)
+        world.lost(1, accepted)
+        for member, conn in ((ours, dialled), (theirs, accepted)):
+            heads = [head for head, _ in member.received.get(conn, [])]
+            assert heads == [b"%d" % index for index in range(len(heads))]
+        proxy.close()
+        again, accepted_again = world.connect()
+        world.send(again, b"new")
+        world.until(lambda: accepted_again in theirs.received, "the new message")
+        assert theirs.received[accepted_again] == [(b"new", b"")]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_message_interrupted_while_it_is_taken_breaks_its_connection(
+    monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    """The stream never goes on with a gap."""
+    with World(WIRES[wire]) as world:
+        dialled, accepted = world.connect()
+        assert isinstance(accepted, NngConn)
+        channel = accepted._channel
+        assert channel is not None
+        take = channel.receive
+
+        def interrupted() -> memoryview | None:
+            if take() is not None:
+                channel.release()
+                raise KeyboardInterrupt
+            return None
+
+        monkeypatch.setattr(channel, "receive", interrupted)
+        for index in range(3):
+            dialled.try_send(b"%d" % index)
+        with pytest.raises(KeyboardInterrupt):
+            world.until(lambda: False, "the interrupt")
+        monkeypatch.setattr(channel, "receive", take)
+        world.lost(1, accepted)
+        assert accepted not in world.members[1].received
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_connections_that_are_closed_at_once_leave_nothing(wire: str) -> None:
+    """Also where NNG is still negotiating, when its own close forgets descriptors."""
+    with World(WIRES[wire]) as world:
+        first, second = world.members
+        world.connect()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(150):
+            first.link.dial(second.addresses[0]).close()
+            conn = first.link.dial(second.addresses[0])
+            first.pump()
+            conn.close()
+        world.until(lambda: _open_conns(second.link) == 1, "the last stranger's end")
+        world.until(
+            lambda: len(os.listdir("/proc/self/fd")) <= before, "free descriptors"
+        )
+
+
+def _open_conns(link: Any) -> int:
+    return len(link.conns)
+
+
+@pytest.mark.parametrize("wire", ["ipc", "tcp"])
+def test_a_dial_without_descriptors_is_lost(
+    monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    """Where no socket can be made, dial does not raise: LOST says why."""
+    with World(WIRES[wire], 1) as world:
+        (member,) = world.members
+
+        def refuse(*arguments: object) -> socket.socket:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(socket, "socket", refuse)
+        conn = member.link.dial(member.addresses[0])
+        monkeypatch.undo()
+        world.lost(0, conn)
+        assert "open files" in member.events[0].reason
+        assert conn.try_send(b"lost")
+
+
+# -- the process ----------
+
+
+def python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a new interpreter."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def test_a_child_forked_after_use_gets_an_error_and_exits_as_usual() -> None:
+    """In place of NNG's abort, and of the hang in its clean-up at exit."""
+    ended = python(
+        textwrap.dedent(
+            """
+            import os, sys, mq
+            queue = mq.connect("nng", group=sys.argv[1], name="parent")
+            child = os.fork()
+            if child == 0:
+                try:
+                    mq.connect("nng", group=sys.argv[1], name="child")
+                except mq.ForkedProcess as error:
+                    assert "spawn" in str(error)
+                    sys.exit(3)
+            _, status = os.waitpid(child, 0)
+            print(os.waitstatus_to_exitcode(status))
+            queue.close()
+            """
+        ),
+        f"fork-{os.getpid()}",
+    )
+    assert (ended.stdout, ended.returncode) == ("3\n", 0), ended.stderr
+
+
+def test_a_child_forked_before_the_first_use_connects() -> None:
+    """Importing NNG does not harm: its threads start with the first queue."""
+    ended = python(
+        textwrap.dedent(
+            """
+            import os, sys, mq, transports.nng
+            child = os.fork()
+            with mq.connect("nng", group=sys.argv[1], name=f"x{child}") as queue:
+                if child:
+                    queue.subscribe("t")
+                    assert queue.recv(timeout=20).payload == "from the child"
+                else:
+                    queue.wait_for_subscribers("t", 1, timeout=20)
+                    queue.publish("t", "from the child", timeout=20)
+            if child:
+                _, status = os.waitpid(child, 0)
+                print(os.waitstatus_to_exitcode(status))
+            """
+        ),
+        f"before-{os.getpid()}",
+    )
+    assert (ended.stdout, ended.returncode) == ("0\n", 0), ended.stderr
+
+
+def test_exit_without_close_works_in_whatever_order_engines_were_loaded() -> None:
+    """NNG's clean-up at exit waits until the queues are closed."""
+    ended = python(
+        textwrap.dedent(
+            """
+            import sys, mq
+            first = mq.connect("zmq", group=sys.argv[1] + "z", name="first")
+            a = mq.connect("nng", group=sys.argv[1], name="a")
+            b = mq.connect("nng", group=sys.argv[1], name="b")
+            b.subscribe("t")
+            a.publish("t", 1)
+            """
+        ),
+        f"exit-{os.getpid()}",
+    )
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("", "", 0)
+
+
+def test_sockets_of_the_application_live_on_when_the_last_link_closes() -> None:
+    """The engine is the whole process's."""
+    with pynng.Pair0(listen="inproc://own") as one, pynng.Pair0() as other:
+        other.dial("inproc://own", block=True)
+        with World(tcp) as world:
+            world.connect()
+        other.send(b"still here")
+        one.recv_timeout = int(PATIENCE * 1000)
+        assert one.recv() == b"still here"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_forked_child_lets_go_and_leaves_the_parent_alone(wire: str) -> None:
+    """It cannot open a link, and the parent's goes on."""
+    with World(WIRES[wire]) as world:
+        dialled, accepted = world.connect()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                for member in world.members:
+                    member.link.abandon()
+                poller = Poller()
+                try:
+                    WIRES[wire]().open(poller, [], None)
+                except ForkedProcess:
+                    status = 0
+            finally:
+                os._exit(status)
+        assert _exit_status(child) == 0
+        world.send(dialled, b"still here")
+        received = world.members[1].received.setdefault(accepted, [])
+        world.until(lambda: bool(received), "a message after the fork")
+        assert received == [(b"still here", b"")]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_forked_child_does_not_hide_the_death_of_its_parent(wire: str) -> None:
+    """The child's copies of the connections are closed, so peers see the parent die."""
+    with World(WIRES[wire], 1) as world:
+        member = world.members[0]
+        script = textwrap.dedent(
+            """
+            import os, signal, sys
+            sys.path[:0] = sys.argv[1:2]
+            from link_world import World
+            from mq.transport import What
+            from nng_links import ipc, tcp, tls
+            with World({"ipc": ipc, "tcp": tcp, "tls": tls}[sys.argv[2]], 1) as world:
+                member = world.members[0]
+                conn = member.link.dial(sys.argv[3])
+                world.until(lambda: conn in member.conns(What.OPENED), "OPENED")
+                if os.fork() == 0:
+                    member.link.abandon()
+                    print(os.getpid(), flush=True)
+                    signal.pause()
+                signal.pause()
+            """
+        )
+        arguments = [os.path.dirname(__file__), wire, member.addresses[0]]
+        with subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", script, *arguments],
+            stdout=subprocess.PIPE,
+        ) as parent:
+            world.until(lambda: bool(member.conns(What.ACCEPTED)), "ACCEPTED")
+            assert parent.stdout is not None
+            child = int(parent.stdout.readline())
+            parent.kill()
+            try:
+                world.lost(0, member.conns(What.ACCEPTED)[0])
+            finally:
+                os.kill(child, signal.SIGKILL)  # it was alive all the time
+
+
+def _exit_status(pid: int) -> int:
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+# -- addresses and options ----------
+
+
+def test_addresses_are_ranked_by_wire_and_reach() -> None:
+    """ipc comes first on one host; from elsewhere only what is routable is left."""
+    link = NngLink()
+    candidates = ["tcp://10.0.0.1:5", "tcp://127.0.0.1:5", "ipc:///a/b", "zmq://x"]
+    here = ["ipc:///a/b", "tcp://10.0.0.1:5", "tcp://127.0.0.1:5"]
+    assert link.rank(candidates, same_host=True) == here
+    assert link.rank(candidates, same_host=False) == ["tcp://10.0.0.1:5"]
+    assert tcp().rank(candidates, same_host=True) == here[1:]
+    assert tls().rank(["tcp://a:1", "tls+tcp://a:1"], True) == ["tls+tcp://a:1"]
+
+
+@pytest.mark.parametrize(
+    ("address", "routable"),
+    [
+        ("ipc", False),
+        ("ipc:///a/b", False),
+        ("tcp://127.0.0.5:1", False),
+        ("tcp://[::1]:1", False),
+        ("tcp://localhost:1", False),
+        ("tcp://0.0.0.0:1", True),
+        ("tcp://*:1", True),
+        ("tcp://[::]:1", True),
+        ("tcp://host.example:1", True),
+    ],
+)
+def test_an_address_is_routable_unless_it_is_of_this_host(
+    address: str, routable: bool
+) -> None:
+    """Loopback and unix sockets are not reachable from other hosts."""
+    assert NngLink().is_routable(address) is routable
+
+
+@pytest.mark.parametrize("make", [tcp, tls], ids=["tcp", "tls"])
+def test_a_wildcard_host_is_returned_as_one_that_can_be_dialled(
+    make: MakeLink,
+) -> None:
+    """Peers get an address, not 0.0.0.0."""
+    poller, link = Poller(), make()
+    scheme = "tls+tcp" if isinstance(link, NngTlsLink) else "tcp"
+    try:
+        (address,) = link.open(poller, [f"{scheme}://0.0.0.0:*"], None)
+        host, _, port = address.partition("://")[2].rpartition(":")
+        assert host != "0.0.0.0"
+        assert int(port) > 0
+    finally:
+        link.close()
+        poller.close()
+
+
+def test_ipc_listens_in_the_directory_that_it_is_given() -> None:
+    """The socket file is there while the link is open, and gone afterwards."""
+    poller, link = Poller(), NngIpcLink(wires=("ipc",))
+    with tempfile.TemporaryDirectory() as directory:
+        (address,) = link.open(poller, ["ipc"], directory)
+        assert os.listdir(directory) == [os.path.basename(address)]
+        link.close()
+        assert os.listdir(directory) == []
+    poller.close()
+
+
+def test_a_socket_file_of_a_dead_process_is_replaced(
+    own_temporary_directory: str,
+) -> None:
+    """A fixed path can be listened on again after a crash."""
+    path = f"{own_temporary_directory}/stale"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(path)
+    poller, link = Poller(), ipc()
+    assert link.open(poller, [f"ipc://{path}"], None) == [f"ipc://{path}"]
+    link.close()
+    poller.close()
+
+
+@pytest.mark.parametrize(
+    "listen",
+    ["ipc:///" + "x" * 110, "taken ipc", "taken tcp", "taken tls"],
+    ids=lambda text: text[:9],
+)
+def test_an_address_that_cannot_be_listened_on_is_an_os_error(listen: str) -> None:
+    """It names the address, and nothing stays open."""
+    make = tls if listen.endswith("tls") else NngLink
+    poller, link = Poller(), make()
+    with World(make, 1) as world:
+        if listen.startswith("taken"):
+            wire = listen.split()[1]
+            taken = world.members[0].addresses
+            listen = next(a for a in taken if a.startswith(wire))
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match=listen.partition("://")[2][:20]):
+            link.open(poller, [listen], None)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+    poller.close()
+
+
+def test_options_and_addresses_that_make_no_sense_are_refused() -> None:
+    """A misspelt option is a TypeError, a foreign or malformed address a ValueError."""
+    with pytest.raises(TypeError):
+        NngLink(wire=("tcp",))  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="wires"):
+        NngLink(wires=("udp",))
+    with pytest.raises(ValueError, match="depth"):
+        NngLink(depth=0)
+    poller = Poller()
+    for address in ("ipc", "ipc:///a/b", "tcp://host", "tcp://host:99999", "udp://a:1"):
+        with pytest.raises(ValueError, match="not of the form"):
+            tcp().open(poller, [address], None)
+    poller.close()
+
+
+# -- TLS ----------
+
+
+def test_members_with_certificates_of_another_authority_are_kept_out() -> None:
+    """Both ends refuse, whoever dialled; nothing is ever a connection."""
+    with World(tls) as world:
+
+        def stranger() -> NngTlsLink:
+            return NngTlsLink(**tls_options("stranger", "other_authority"))
+
+        with World(stranger, 1) as outside:
+            (member,) = outside.members
+            inside = world.members[0]
+            conns: list[tuple[World, Conn]] = [
+                (outside, member.link.dial(inside.addresses[0])),
+                (world, inside.link.dial(member.addresses[0])),
+            ]
+            for side, conn in conns:
+                events = side.members[0].events
+
+                def lost(events: Any = events, conn: Conn = conn) -> bool:
+                    outside.members[0].pump()
+                    return any(e.conn is conn and e.what is What.LOST for e in events)
+
+                world.nap = 0.01
+                world.until(lost, "LOST")
+            assert not inside.conns(What.ACCEPTED)
+            assert not member.conns(What.ACCEPTED)
+            assert not inside.conns(What.OPENED)
+            assert not member.conns(What.OPENED)
+
+
+def test_the_name_in_a_certificate_must_be_the_one_asked_for() -> None:
+    """`server_name` is compared with what the dialled member shows."""
+
+    def picky() -> NngTlsLink:
+        return NngTlsLink(**tls_options(), server_name="somebody.example")
+
+    with World(picky) as world:
+        conn = world.members[0].link.dial(world.members[1].addresses[0])
+        world.lost(0, conn)
+        assert not world.members[1].conns(What.ACCEPTED)
+
+
+def test_what_travels_is_encrypted(own_temporary_directory: str) -> None:
+    """A word that is sent many times is nowhere in the bytes on the wire."""
+    seen = bytearray()
+    with World(tls) as world, socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(world.members[1].addresses[0].rpartition(":")[2])
+        done = threading.Thread(target=_tap, args=(server, port, seen))
+        done.start()
+        conn = world.members[0].link.dial(
+            f"tls+tcp://127.0.0.1:{server.getsockname()[1]}"
+        )
+        world.until(lambda: conn in world.members[0].conns(What.OPENED), "OPENED")
+        accepted = world.members[1].conns(What.ACCEPTED)[0]
+        for _ in range(20):
+            world.send(conn, b"a secret word", b"a secret word" * 100)
+        world.arrive(world.members[1].received.setdefault(accepted, []), 20)
+        conn.close()
+        world.lost(1, accepted)
+        done.join(PATIENCE)
+    assert len(seen) > 20 * 1300
+    assert b"secret" not in seen
+
+
+def _tap(server: socket.socket, port: int, seen: bytearray) -> None:
+    """Pass bytes on, one connection, and keep those of the dialler."""
+    client, _ = server.accept()
+    with client, socket.create_connection(("127.0.0.1", port)) as behind:
+        answers = threading.Thread(target=_copy, args=(behind, client, None))
+        answers.start()
+        _copy(client, behind, seen)
+        answers.join(PATIENCE)
+
+
+def _copy(source: socket.socket, sink: socket.socket, seen: bytearray | None) -> None:
+    try:
+        while data := source.recv(65536):
+            if seen is not None:
+                seen += data
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+    except OSError:  # the other end has left
+        pass
+
+
+def test_certificates_that_are_missing_or_unreadable_are_named(
+    own_temporary_directory: str,
+) -> None:
+    """At `connect`, with what to do."""
+    with pytest.raises(ValueError, match=r"nng:tls needs certificate=.*missing: priv"):
+        NngTlsLink(**{**tls_options(), "private_key": ""})
+    garbage = f"{own_temporary_directory}/garbage.pem"
+    with open(garbage, "w") as file:
+        file.write("this is no certificate")
+    for option in ("certificate", "private_key", "authorities"):
+        for path, words in ((garbage, "NNG does not accept"), ("/nowhere", "nowhere")):
+            options = {**tls_options(), option: path}
+            with pytest.raises(OSError, match=words):
+                mq.connect("nng:tls", group="tls", name="a", **options)

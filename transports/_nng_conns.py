@@ -1,0 +1,299 @@
+"""One connection of NNG's link, from dialling or accepting to its end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
+from transports._nng_pair import PREFIX_BYTES, Channel
+
+if TYPE_CHECKING:
+    from transports.nng import NngLink
+
+_HELLO = b"tensormq nng 1"
+_BYE = b"bye"
+LINGER_SECONDS = 0.5
+_BURST = 32  # messages thrown away at a time while a connection closes
+_LOST = "the connection was lost"
+
+
+class Attempt(Protocol):
+    """An attempt to connect that the engine makes."""
+
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+Dialling: TypeAlias = "socket.socket | Attempt"
+
+
+class NngConn(Conn):
+    """One connection, from dialling or accepting to its end.
+
+    Attributes:
+        reason: Why it is lost or closed.
+        news: What is to be reported once the peer's link has said hello.
+    """
+
+    def __init__(self, link: NngLink, address: str, news: What) -> None:
+        self.address = address
+        self.reason = ""
+        self.news: What | None = news
+        self._link = link
+        self._channel: Channel | None = None
+        self._dialling: Dialling | None = None
+        self._readable = Event(What.READABLE, self)
+        self._message: memoryview | None = None
+        self._body = 0  # where in the message it begins; 0: there is none
+        self._taking = False
+        self._room_fd = -1
+        self._refused = False
+        self._broken = False  # the wire; the engine may still hold messages
+        self._gone = False  # nothing more is read, and LOST is next
+        self._closing = False
+        self._said_bye = False
+
+    # -- opening ----------
+
+    def dial(self, sock: socket.socket, target: tuple[str, int] | str) -> None:
+        """Begin to connect."""
+        code = sock.connect_ex(target)
+        if code == errno.EINPROGRESS:
+            self.wait(sock, lambda: self._dialled(sock, _error(sock)))
+        else:
+            self._dialled(sock, code)
+
+    def wait(self, dialling: Dialling, done: Callable[[], None]) -> None:
+        """Have `done` called when an attempt to connect has ended."""
+
+        def ended() -> None:
+            self._link.unwatch(dialling.fileno())
+            self._dialling = None
+            done()
+
+        self._dialling = dialling
+        events = select.EPOLLIN | select.EPOLLOUT
+        self._link.watch(dialling.fileno(), events, ended)
+
+    def _dialled(self, sock: socket.socket, code: int) -> None:
+        if code:
+            sock.close()
+            self.fail(f"cannot dial {self.address}: {os.strerror(code)}")
+        else:
+            self.start(lambda: self._link.channel(sock))
+
+    def start(self, make: Callable[[], Channel]) -> None:
+        """Have the engine take the connection, and greet the peer."""
+        try:
+            channel = self._channel = make()
+        except OSError as error:
+            self.fail(f"cannot open {self.address}: {error}")
+            return
+        for fd, events in channel.watches:
+            self._link.watch(fd, events, self._watched)
+        self._link.read(channel.recv_fd, self)
+        channel.send(b"", memoryview(_HELLO))
+
+    def _watched(self) -> None:
+        if self._channel is not None:
+            self._broken |= self._channel.watched()
+        self.notice()
+
+    def notice(self) -> None:
+        """Have the next `poll` look at it."""
+        self._link.busy.setdefault(self, False)
+
+    def fail(self, reason: str) -> None:
+        """Have LOST reported next."""
+        self.reason = self.reason or reason
+        self._gone = True
+        self.notice()
+
+    def _malformed(self, what: str) -> None:
+        self._link.malformed += 1
+        self.fail(f"the peer sent {what}, which no member does")
+
+    # -- messages ----------
+
+    def try_send(
+        self, head: bytes | bytearray | memoryview, body: memoryview | None = None
+    ) -> bool:
+        channel = self._channel
+        if self.reason or channel is None or channel.send(head, body):
+            return True
+        self._wait_for_room(channel)
+        return False
+
+    def _wait_for_room(self, channel: Channel) -> None:
+        self._refused = True
+        self._room_fd = channel.room_fd()
+        self._link.watch(self._room_fd, select.EPOLLIN, self.notice)
+
+    def receive(self) -> tuple[bytes, int] | None:
+        if self.news is not None or self._body or self.reason:
+            return None
+        message = self._take()
+        return message if message is not None and message[0] else None
+
+    def _take(self) -> tuple[bytes, int] | None:
+        """The next message; one with an empty head was for the link itself."""
+        channel = self._channel
+        if channel is None or self._gone:
+            return None
+        if self._taking:
+            self.fail("a message was interrupted while it was received")
+            return None
+        self._taking = True
+        head, nbody = b"", 0
+        view = channel.receive()
+        if view is None:
+            self._taking = False
+            return None
+        nhead = int.from_bytes(view[:PREFIX_BYTES], "little")
+        start = PREFIX_BYTES + nhead
+        nbody = len(view) - start
+        if nhead > MAX_HEAD_BYTES or not 0 <= nbody <= self._link.chunk_bytes:
+            self._malformed(f"{len(view)} bytes with a head of {nhead}")
+        elif not nhead:
+            self._hear(bytes(view[start : start + len(_HELLO) + 1]))
+        else:
+            head = bytes(view[PREFIX_BYTES:start])
+        if head and nbody:
+            self._message, self._body = view, start
+        else:
+            channel.release()
+        self._taking = False
+        return head, nbody
+
+    def _hear(self, said: bytes) -> None:
+        """What the peer's link said."""
+        if said == _BYE:
+            self.fail("the peer closed the connection")
+        elif said != _HELLO:
+            self._malformed(f"{said!r}")
+
+    def receive_body(self, into: memoryview) -> bool:
+        if self._message is None:
+            return False
+        into[:] = self._message[self._body :]
+        self.discard_body()
+        return True
+
+    def discard_body(self) -> None:
+        self._body = 0
+        if self._message is not None and self._channel is not None:
+            self._message = None
+            self._channel.release()
+
+    # -- events ----------
+
+    def report(self, readable: bool) -> Iterator[Event]:
+        """What happened; called when something may have."""
+        channel = self._channel
+        if channel is not None and not self._gone:
+            if (self._broken or channel.in_band) and channel.ended():
+                self._end(channel)
+            elif self._closing:
+                self._wind_up(channel)
+            elif self.news is not None and readable and self._greeted():
+                news, self.news = self.news, None
+                self.notice()
+                yield Event(news, self)
+            if self._refused and not self.reason and channel.has_room():
+                self._refused = False
+                self._link.unwatch(self._room_fd)
+                self.notice()
+                yield Event(What.WRITABLE, self)
+            if readable and self.news is None and not (self.reason or self._body):
+                yield self._readable
+        if self._gone and self in self._link.conns:
+            told = not self._closing and self.news is not What.ACCEPTED
+            self.drop()
+            if told:
+                yield Event(What.LOST, self, self.reason)
+
+    def _greeted(self) -> bool:
+        """Take the peer's first message, which says hello."""
+        first = self._take()
+        if first is None or self._gone:
+            return False
+        if first[0]:
+            self._malformed("something else before it said hello")
+            return False
+        self._link.strangers.pop(self, None)
+        return True
+
+    def _end(self, channel: Channel) -> None:
+        if self.news is What.ACCEPTED:
+            self._malformed("nothing that NNG or a member understands")
+        elif channel.refused():
+            self._malformed("what NNG does not accept")
+        problem = f": {channel.problem}" if channel.problem else ""
+        self.fail(_LOST + problem)
+
+    # -- closing ----------
+
+    def close(self) -> None:
+        if self._closing or self not in self._link.conns:
+            return
+        self.reason = self.reason or "closed"
+        channel = self._channel
+        if self._gone or self.news is not None or channel is None:
+            self.drop()
+            return
+        # NNG drops what it has queued when a socket is closed. So the last message is a
+        # farewell, and the peer, which has then read everything, breaks the connection.
+        self._closing = True
+        self.discard_body()
+        self._link.closing[self] = time.monotonic() + LINGER_SECONDS
+        self._wind_up(channel)
+
+    def _wind_up(self, channel: Channel) -> None:
+        if not self._said_bye:
+            self._said_bye = channel.send(b"", memoryview(_BYE))
+            if self._said_bye:
+                self._link.unwatch(self._room_fd)
+            else:
+                self._wait_for_room(channel)
+        for _ in range(_BURST):
+            if self._take() is None:
+                break
+            self.discard_body()
+
+    def drop(self) -> None:
+        """Free everything at once."""
+        self._gone = True
+        link = self._link
+        link.forget(self)
+        self._message = None
+        dialling, self._dialling = self._dialling, None
+        if dialling is not None:
+            link.unwatch(dialling.fileno())
+            dialling.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            for fd in (self._room_fd, *(fd for fd, _ in channel.watches)):
+                link.unwatch(fd)
+            link.unread(channel.recv_fd)
+            channel.close()
+            link.freeing.append(channel)
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child."""
+        if isinstance(self._dialling, socket.socket):
+            self._dialling.close()
+        elif self._dialling is not None:
+            self._dialling.abandon()
+        if self._channel is not None:
+            self._channel.abandon()
+
+
+def _error(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

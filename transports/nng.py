@@ -1,0 +1,404 @@
+"""NNG between processes and hosts: one Pair0 socket for each connection.
+
+**One port.** A Pair0 socket has one peer, and NNG's listeners cannot hand connections
+on. So the link listens, accepts and dials by itself, without waiting, and gives every
+connected descriptor to a Pair0 of its own (``socket://``): one address for any number
+of peers, no redial that would continue a stream with a gap, and a copy of the
+descriptor tells of the break, where NNG would call Python from its own threads.
+
+**On the wire** a message is the size of its head (4 bytes, little-endian), the head and
+the body. A head of no bytes marks what the links say to each other: hello, the first
+message of either end, and bye, the last of the end that closes.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import select
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from pynng import lib
+
+from mq import addresses
+from mq.mesh.poller import Poller
+from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
+from transports._nng_conns import LINGER_SECONDS, NngConn
+from transports._nng_pair import PREFIX_BYTES, Channel, Pair, engine
+
+logger = logging.getLogger(__name__)
+
+_GREETING_SECONDS = 5.0
+_STRANGERS = 128
+_HEADROOM_BYTES = 64 * 1024
+_SEND_BYTES = 4 << 20  # of a unix socket: up to a fifth faster than the default
+_BACKLOG = 1024
+
+
+class NngLink(Link):
+    """NNG's Pair0 over unix and TCP sockets.
+
+    A host name is looked up while it is dialled, which waits for the resolver; other
+    members advertise numbers.
+
+    Args:
+        wires: Kinds of address it listens on and dials, best first: ``ipc``, ``tcp``.
+        depth: Messages that NNG queues per connection and direction.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        reach="network", survives_fork=False, engine_stays=True
+    )
+
+    def __init__(
+        self, *, wires: Sequence[str] = ("ipc", "tcp"), depth: int = 8
+    ) -> None:
+        if not wires or not set(wires) <= {"ipc", "tcp"}:
+            raise ValueError(f"wires are 'ipc', 'tcp' or both, not {wires!r}")
+        if not 1 <= depth <= 8192:
+            raise ValueError("depth is from 1 to 8192 messages")
+        self.malformed = 0
+        self.busy: dict[NngConn, bool] = {}  # and whether it is readable
+        self.conns: dict[NngConn, None] = {}
+        self.closing: dict[NngConn, float] = {}
+        self.strangers: dict[NngConn, float] = {}
+        self.freeing: list[Channel] = []
+        self._wires = tuple(wires)
+        self._depth = depth
+        self._readers: dict[int, NngConn] = {}
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._listeners: list[socket.socket] = []
+        self._deaf: list[socket.socket] = []
+        self._files: list[str] = []
+        self._directory = ""
+        self._open = False
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        if not hasattr(lib, "nng_listener_set_int") or lib.NNG_MINOR_VERSION < 7:
+            return "it needs pynng 0.9 or newer: pip install --upgrade pynng"
+        return None
+
+    def open(
+        self, poller: Poller, listen: Sequence[str], directory: str | None
+    ) -> list[str]:
+        wanted = list(listen) or [
+            "ipc" if wire == "ipc" else f"{wire}://127.0.0.1:0" for wire in self._wires
+        ]
+        for address in wanted:
+            if address != "ipc" or "ipc" not in self._wires:
+                self._check(address)
+        engine.use()
+        engine.links += 1
+        self._open = True
+        self._poller = poller
+        self._epoll = select.epoll()
+        # What seldom happens is behind one descriptor; messages wake the poller
+        # directly, which is some microseconds faster.
+        self._rare = select.epoll()
+        self._epoll.register(self._rare.fileno(), select.EPOLLIN)
+        poller.register(self._rare.fileno())
+        try:
+            bound = [self._listen(address, directory) for address in wanted]
+        except BaseException:
+            self.close()
+            raise
+        return self.rank(bound, same_host=True)
+
+    def _listen(self, address: str, directory: str | None) -> str:
+        if address == "ipc":
+            address = f"ipc://{self._new_file(directory)}"
+        wire, _, rest = address.partition("://")
+        try:
+            sock = _bound_unix(rest) if wire == "ipc" else _bound_tcp(address)
+        except OSError as error:
+            number = error.errno or errno.EINVAL
+            raise OSError(number, f"cannot listen on {address}: {error}") from error
+        self._listeners.append(sock)
+        if wire == "ipc":
+            self._files.append(rest)
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+        self._hear(sock)
+        if wire == "ipc":
+            return address
+        host = split(address)[0]
+        return f"{wire}://{addresses.reachable_host(host)}:{sock.getsockname()[1]}"
+
+    def _new_file(self, directory: str | None) -> str:
+        if directory is None:
+            directory = self._directory = tempfile.mkdtemp(prefix="mq-")
+        return os.path.join(directory, f"{secrets.token_hex(6)}.nng")
+
+    def _check(self, address: str) -> None:
+        """Refuse what this link can neither listen on nor dial (ValueError)."""
+        wire, _, rest = address.partition("://")
+        if wire not in self._wires or not rest:
+            wires = " or ".join(f"{wire}://..." for wire in self._wires)
+            raise ValueError(f"{address!r} is not of the form {wires}, which nng needs")
+        if wire != "ipc":
+            split(address)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, peer = listener.accept()
+        except (BlockingIOError, ConnectionError):  # it has left again
+            return
+        except OSError as error:  # out of descriptors: until a connection ends
+            logger.warning("cannot accept a connection: %s", error)
+            self._deaf.append(listener)
+            self.unwatch(listener.fileno())
+            return
+        address = f"tcp://{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "ipc"
+        self.admit(address).start(lambda: self.channel(sock))
+
+    def admit(self, address: str) -> NngConn:
+        """A connection that a peer began; it is a stranger until it says hello."""
+        now = time.monotonic()
+        for stranger, since in list(self.strangers.items()):
+            if len(self.strangers) > _STRANGERS or now - since > _GREETING_SECONDS:
+                self.malformed += 1
+                stranger.drop()
+        conn = NngConn(self, address, What.ACCEPTED)
+        self.conns[conn] = None
+        self.strangers[conn] = now
+        return conn
+
+    def dial(self, address: str) -> Conn:
+        self._check(address)
+        conn = NngConn(self, address, What.OPENED)
+        self.conns[conn] = None
+        try:
+            family, target = _target(address)
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            conn.dial(sock, target)
+        except OSError as error:  # no such host, or out of descriptors
+            conn.fail(f"cannot dial {address}: {error}")
+        return conn
+
+    def channel(self, sock: socket.socket) -> Channel:
+        """Give a connected socket to NNG.
+
+        Raises:
+            OSError: NNG cannot take it; the socket is closed.
+        """
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return Pair(sock.detach(), self._depth, self.largest)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest message that the engine accepts."""
+        return PREFIX_BYTES + MAX_HEAD_BYTES + self.chunk_bytes + _HEADROOM_BYTES
+
+    # -- descriptors ----------
+
+    def watch(self, fd: int, events: int, handler: Callable[[], None]) -> None:
+        """Have `poll` call `handler` when something happens to a descriptor."""
+        if fd >= 0 and fd not in self._handlers:
+            self._handlers[fd] = handler
+            self._rare.register(fd, events)
+
+    def unwatch(self, fd: int) -> None:
+        """Forget a descriptor, before it is closed; idempotent."""
+        if self._handlers.pop(fd, None) is not None:
+            self._rare.unregister(fd)
+
+    def read(self, fd: int, conn: NngConn) -> None:
+        """Have `poll` look at `conn` when the descriptor is readable."""
+        self._readers[fd] = conn
+        self._epoll.register(fd, select.EPOLLIN)
+        self._poller.register(fd)
+
+    def unread(self, fd: int) -> None:
+        """Forget a descriptor, before it is closed; idempotent."""
+        if self._readers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+            self._poller.unregister(fd)
+
+    def forget(self, conn: NngConn) -> None:
+        """A connection is over."""
+        self.conns.pop(conn, None)
+        self.busy.pop(conn, None)
+        self.closing.pop(conn, None)
+        self.strangers.pop(conn, None)
+        while self._deaf:
+            self._hear(self._deaf.pop())
+
+    def _hear(self, listener: socket.socket) -> None:
+        fd = listener.fileno()
+        self.watch(fd, select.EPOLLIN, lambda: self._accept(listener))
+
+    # -- events ----------
+
+    def poll(self) -> Iterator[Event]:
+        if not self._open:
+            return
+        for fd, _ in self._epoll.poll(0, 64):
+            conn = self._readers.get(fd)
+            if conn is not None:
+                self.busy[conn] = True
+            else:
+                self._look()
+        if self.closing:
+            self._expire()
+        if self.freeing:
+            self._still_freeing()
+        for conn in list(self.busy):
+            if (readable := self.busy.pop(conn, None)) is not None:
+                yield from conn.report(readable)
+
+    def _look(self) -> None:
+        for fd, _ in self._rare.poll(0, 64):
+            if (handler := self._handlers.get(fd)) is not None:
+                handler()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for conn, deadline in list(self.closing.items()):
+            if now >= deadline:
+                conn.drop()
+
+    def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
+        usable = [
+            address
+            for address in candidates
+            if address.partition("://")[0] in self._wires
+            and (same_host or self.is_routable(address))
+        ]
+        return sorted(usable, key=lambda a: self._wires.index(a.partition("://")[0]))
+
+    def is_routable(self, address: str) -> bool:
+        wire = address.partition("://")[0]
+        if wire == "ipc" or wire not in self._wires:
+            return False
+        return not addresses.is_loopback(split(address)[0])
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        try:
+            self._stop_listening()
+            for conn in list(self.conns):
+                conn.close()
+            deadline = time.monotonic() + LINGER_SECONDS
+            while self.closing and (left := deadline - time.monotonic()) > 0:
+                self._epoll.poll(left, 64)
+                for _ in self.poll():
+                    pass
+        finally:
+            self._free()
+
+    def _still_freeing(self) -> bool:
+        self.freeing = [channel for channel in self.freeing if not channel.freed()]
+        return bool(self.freeing)
+
+    def _stop_listening(self) -> None:
+        for listener in self._listeners:
+            self.unwatch(listener.fileno())
+            listener.close()
+        for path in self._files:
+            if os.path.exists(path):
+                os.unlink(path)
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _free(self) -> None:
+        for conn in list(self.conns):
+            conn.drop()
+        deadline = time.monotonic() + LINGER_SECONDS
+        while self._still_freeing() and time.monotonic() < deadline:
+            time.sleep(0.0005)  # NNG closes descriptors in a thread that tells nobody
+        self._open = False
+        engine.links -= 1
+        self._poller.unregister(self._rare.fileno())
+        self._rare.close()
+        self._epoll.close()
+
+    def abandon(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        for conn in self.conns:
+            conn.abandon()
+        for listener in self._listeners:
+            listener.close()
+        self._rare.close()
+        self._epoll.close()
+
+
+class NngIpcLink(NngLink):
+    """`NngLink` over unix sockets alone, which reach no other host."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        reach="host", survives_fork=False, engine_stays=True
+    )
+
+
+def split(address: str) -> tuple[str, int]:
+    """The host, IPv6 in brackets, and the port of an address.
+
+    Raises:
+        ValueError: It has none.
+    """
+    wire, _, rest = address.partition("://")
+    parts = addresses.split_host_port(rest)
+    if parts is None:
+        raise ValueError(f"{address!r} is not of the form {wire}://host:port")
+    return parts
+
+
+def _bound_unix(path: str) -> socket.socket:
+    addresses.check_socket_path(path)
+    if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
+        os.unlink(path)  # left by a process that was killed: nobody listens there
+    sock = socket.socket(socket.AF_UNIX)
+    return _bound(sock, path)
+
+
+def _bound_tcp(address: str) -> socket.socket:
+    host, port = split(address)
+    host = "0.0.0.0" if host == "*" else host.strip("[]")
+    family, kind, _, _, target = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    return _bound(sock, target)
+
+
+def _bound(sock: socket.socket, target: object) -> socket.socket:
+    try:
+        sock.bind(target)  # type: ignore[arg-type]
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _target(address: str) -> tuple[socket.AddressFamily, Any]:
+    """Where to connect to.
+
+    Raises:
+        OSError: The host is unknown.
+    """
+    wire, _, rest = address.partition("://")
+    if wire == "ipc":
+        return socket.AF_UNIX, rest
+    host, port = split(address)
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    return found[0][0], found[0][4]

@@ -1,0 +1,147 @@
+"""NNG's TLS over TCP: the only transport but `tls` that encrypts by itself.
+
+Connections are NNG's TLS streams, not sockets of its patterns: see `_nng_tls`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import select
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pynng import ffi, lib
+
+from mq import addresses
+from mq.errors import TransportUnavailable
+from mq.mesh.poller import Poller
+from mq.transport import Capabilities, Conn, What
+from transports._nng_conns import NngConn
+from transports._nng_pair import engine
+from transports._nng_tls import Dialler, Listener, TlsChannel, TlsOptions
+from transports.nng import NngLink, split
+
+logger = logging.getLogger(__name__)
+
+_SCHEME = "tls+tcp"
+
+
+class NngTlsLink(NngLink):
+    """NNG's TLS 1.2 and 1.3 over TCP; both ends must show a certificate.
+
+    Args:
+        certificate: PEM file of this member's certificate, and of those that lead from
+            it to an authority.
+        private_key: PEM file of its key, without a password.
+        authorities: PEM file of the certificates that peers' must be signed by.
+        server_name: The name in the certificate of every member that is dialled; None:
+            the host of the address, so that it must be in the certificate.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        reach="network", survives_fork=False, encrypted=True, engine_stays=True
+    )
+
+    def __init__(
+        self,
+        *,
+        certificate: str = "",
+        private_key: str = "",
+        authorities: str = "",
+        server_name: str | None = None,
+    ) -> None:
+        super().__init__(wires=("tcp",))
+        given = {
+            "certificate": certificate,
+            "private_key": private_key,
+            "authorities": authorities,
+        }
+        missing = [name for name, path in given.items() if not path]
+        if missing:
+            raise ValueError(
+                "nng:tls needs certificate=, private_key= and authorities=, the paths "
+                f"of PEM files; missing: {', '.join(missing)}"
+            )
+        self._wires = (_SCHEME,)
+        self._paths = (certificate, private_key, authorities)
+        self._server_name = server_name
+        self._tls: TlsOptions | None = None
+        self._doors: list[Listener] = []
+
+    def open(
+        self, poller: Poller, listen: Sequence[str], directory: str | None
+    ) -> list[str]:
+        for address in listen:
+            self._check(address)
+        engine.use()
+        # Not in `unusable`: even this question starts NNG, which forks do not survive.
+        if ffi.string(lib.nng_tls_engine_name()) == b"none":
+            raise TransportUnavailable(
+                "transport 'nng:tls' cannot run here: this build of pynng has no TLS; "
+                "the wheels on PyPI have"
+            )
+        self._tls = TlsOptions(self._paths, self._server_name)
+        return super().open(poller, listen, directory)
+
+    def _listen(self, address: str, directory: str | None) -> str:
+        assert self._tls is not None
+        host, port = split(address)
+        numeric = addresses.numeric_host("0.0.0.0" if host == "*" else host)
+        try:
+            door = Listener(f"{_SCHEME}://{numeric}:{port}", self._tls.server)
+        except OSError as error:
+            raise OSError(
+                error.errno or errno.EADDRNOTAVAIL,
+                f"cannot listen on {address}: {error}",
+            ) from error
+        self._doors.append(door)
+        self.watch(door.fileno(), select.EPOLLIN, lambda: self._greet(door))
+        return f"{_SCHEME}://{addresses.reachable_host(host)}:{door.port}"
+
+    def _greet(self, door: Listener) -> None:
+        stream = door.accept()
+        if stream is not None:
+            conn = self.admit(_SCHEME)
+            conn.start(lambda: TlsChannel(stream, self.largest))
+
+    def dial(self, address: str) -> Conn:
+        self._check(address)
+        assert self._tls is not None
+        conn = NngConn(self, address, What.OPENED)
+        self.conns[conn] = None
+        try:
+            dialler = Dialler(address, self._tls.client(split(address)[0]))
+        except OSError as error:
+            conn.fail(f"cannot dial {address}: {error}")
+        else:
+            conn.wait(dialler, lambda: self._dialled(conn, dialler))
+        return conn
+
+    def _dialled(self, conn: NngConn, dialler: Dialler) -> None:
+        try:
+            stream = dialler.stream()
+        except OSError as error:
+            conn.fail(f"cannot dial {conn.address}: {error}")
+        else:
+            conn.start(lambda: TlsChannel(stream, self.largest))
+        finally:
+            dialler.close()
+
+    def _stop_listening(self) -> None:
+        super()._stop_listening()
+        while self._doors:
+            door = self._doors.pop()
+            self.unwatch(door.fileno())
+            door.close()
+
+    def _free(self) -> None:
+        super()._free()
+        if self._tls is not None:
+            self._tls.close()
+            self._tls = None
+
+    def abandon(self) -> None:
+        for door in self._doors:
+            door.abandon()
+        super().abandon()
