@@ -20,8 +20,8 @@ _NOTES = {
     "rate": "Delivered per second, one dictionary per message. raw: one message per "
     "frame, its payload by msgpack; the faster of PUSH/PULL and PUB/SUB (`:pubsub`), "
     "which loses what its queue of 1000 cannot hold; for nng Pair0 in place of "
-    "PUSH/PULL. `raw:nng-bus` is what DI-engine does (Bus0, pickle), and loses, too. send "
-    "and recv us: processor time per message of the calling threads.",
+    "PUSH/PULL. `raw:nng-bus` is what DI-engine does (Bus0, pickle), and loses, too. "
+    "send and recv us: processor time per message of the calling threads.",
     "fanin": "Delivered per second from three publishers.",
     "stream": "Received GB/s (10^9 bytes), back to back.",
     "mixed": "Half the round trip of 64-byte messages while large ones flow; raw sends "
