@@ -7,7 +7,7 @@ import pytest
 from mq import registry
 from mq.testing import CASES, CLAUSES, Case, run_case
 
-BACKENDS = ("inproc", "zmq:ipc", "zmq:tcp")
+BACKENDS = ("inproc", "torchrpc:cpu", "torchrpc:cuda", "zmq:ipc", "zmq:tcp")
 
 
 def _parameters() -> list[object]:

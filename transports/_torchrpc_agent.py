@@ -76,17 +76,12 @@ class Options:
         transports: TensorPipe's transports by name, best first.
         channels: Its channels by name, best first.
         threads: Threads that run handlers and callbacks; with one, order is kept.
-        device_maps: By alias of a peer: its device for each of ours; fixed when the
-            agent starts.
-        devices: The devices that take part.
     """
 
     host: str = "127.0.0.1"
     transports: tuple[str, ...] = ("uv",)
     channels: tuple[str, ...] = ("cma", "basic")
     threads: int = 1
-    device_maps: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
-    devices: tuple[int, ...] = ()
 
     def check(self) -> None:
         """Raises: ValueError, if TensorPipe would refuse this or abort the process."""
@@ -265,17 +260,10 @@ class Agent:
         options, name = self.options, f"mq-{self.id}"
         self._store = dist.HashStore()
         self._store.set_timeout(datetime.timedelta(seconds=5))
-        maps = {
-            alias: {torch.device("cuda", a): torch.device("cuda", b) for a, b in pairs}
-            for alias, pairs in options.device_maps
-        }
-        devices = [torch.device("cuda", index) for index in options.devices]
         backend = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=options.threads,
             rpc_timeout=60,
             init_method="unused://",
-            device_maps=maps or None,
-            devices=devices or None,
             _transports=list(options.transports),
             _channels=list(options.channels),
         )
@@ -283,7 +271,7 @@ class Agent:
             autograd._init(0)
             with net.listen_on(options.host):
                 self._agent = private.TensorPipeAgent(
-                    self._store, name, 0, None, backend, {}, devices
+                    self._store, name, 0, None, backend, {}, []
                 )
                 rpc.api._init_rpc_states(self._agent)
             self.url = self._store.get(f"addrs/{name}").decode()
