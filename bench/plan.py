@@ -13,7 +13,7 @@ from bench.rows import Cell
 
 SIZES = (1250, 20_000, 1_250_000, 10_000_000, 40_000_000, 640_000_000)
 LARGE_SIZES = (1_250_000_000, 2_500_000_000)
-QUICK_TRANSPORTS = ("inproc", "zmq:ipc", "zmq:tcp")
+QUICK_TRANSPORTS = ("inproc", "zmq:ipc", "zmq:tcp", "torchrpc:cpu")
 
 _UNITS = {"": 1}
 for _power, _prefix in enumerate("kmgt", 1):
@@ -98,6 +98,8 @@ def raw_of(transport: str) -> str | None:
     """The bare library under a transport, on the same wire."""
     if transport == "zmq":  # chooses ipc between members on one host
         return "raw:zmq:ipc"
+    if transport in ("torchrpc", "torchrpc:cpu"):
+        return "raw:torchrpc"
     return f"raw:{transport}" if transport in ("zmq:ipc", "zmq:tcp") else None
 
 
@@ -117,7 +119,9 @@ def baselines(transport: str, workload: str) -> list[str]:
     raw, limit = raw_of(transport), limit_of(transport)
     if raw and "raw" in allowed:
         found.append(raw)
-    if raw and "pubsub" in allowed:
+    if raw == "raw:torchrpc" and "raw" in allowed:
+        found.append(f"{raw}:tcp")  # left to itself TensorPipe reads other memory
+    elif raw and "pubsub" in allowed:
         found.append(f"{raw}:pubsub")
     if ("memcpy" if limit == "limit:memcpy" else "limit") in allowed:
         found.append(limit)
@@ -141,6 +145,7 @@ def can_run(transport: str, workload: str) -> bool:
 
 BASELINES = [
     *(f"raw:zmq:{wire}{kind}" for wire in ("ipc", "tcp") for kind in ("", ":pubsub")),
+    *(f"raw:torchrpc{wire}" for wire in ("", ":tcp")),
     *(f"limit:{kind}" for kind in ("memcpy", "unix", "tcp")),
 ]
 

@@ -28,7 +28,11 @@ def open_wire(peer: Peer, quiet: float | None = None) -> Iterator[Wire]:
     wait = peer.remaining() / 3 if quiet is None else quiet
     family = peer.cell.transport.partition(":")[0]
     wire: Wire
-    if family == "raw":
+    if peer.cell.transport.startswith("raw:torchrpc"):
+        from bench.raw_torchrpc import RawRpcWire
+
+        wire = RawRpcWire(peer, wait)
+    elif family == "raw":
         from bench.raw import RawZmqWire
 
         wire = RawZmqWire(peer, wait)

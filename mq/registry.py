@@ -39,7 +39,7 @@ class Entry:
 _TABLE: Final[dict[str, Entry]] = {
     "inproc": Entry("transports.inproc:InprocLink"),
     "torchrpc:cpu": Entry("transports.torchrpc:TorchRpcLink", "torch"),
-    "torchrpc:cuda": Entry("transports.torchrpc:TorchRpcCudaLink", "torch"),
+    "torchrpc:cuda": Entry("transports.torchrpc_cuda:TorchRpcCudaLink", "torch"),
     "zmq": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("ipc", "tcp")}),
     "zmq:ipc": Entry("transports.zmq:ZmqIpcLink", "pyzmq", {"wires": ("ipc",)}),
     "zmq:tcp": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("tcp",)}),

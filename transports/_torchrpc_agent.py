@@ -5,9 +5,6 @@ of its dynamic group fail for ever, and it can neither be bounded nor interrupte
 Instead the agent is made directly, over a store of this process alone, and peers are
 added to it one by one. All queues of the process share it; the last one closes it.
 
-What runs in TensorPipe's threads is Python of necessity: `deliver`, `hold` and the
-callbacks of `Peer.call`. They only append to a deque and wake a poller.
-
 **Aborts.** TensorPipe ends the process where it should raise. So `basic` and `uv` are
 always among the channels and transports; URLs are checked before they are used; no
 future is resolved after the agent is gone; nothing is pending when the interpreter
@@ -20,30 +17,28 @@ import atexit
 import contextlib
 import ctypes
 import datetime
-import functools
 import importlib
 import itertools
 import os
 import secrets
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
 from mq.errors import ForkedProcess, TransportUnavailable
+from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
+from transports._torchrpc_calls import Peer, echo, failure, lifelines, receivers, rpc
 
 UNAVAILABLE = ""
 """Why torch has no RPC here, or not the private interface that is needed."""
 # Untyped, since most of what is used has no declaration.
 dist: Any = None
-rpc: Any = None
 private: Any = None
 try:
     dist = importlib.import_module("torch.distributed")
-    rpc = importlib.import_module("torch.distributed.rpc")
     private = importlib.import_module("torch._C._distributed_rpc")
     autograd: Any = importlib.import_module("torch.distributed.autograd")
 except (ImportError, AttributeError, RuntimeError) as error:
@@ -55,7 +50,6 @@ MAX_PEERS: Final = 32767
 """Ids of peers are 16 bits wide and never used again."""
 SELF_TEST_SECONDS: Final = 10.0
 
-_WARNINGS_OFF: Final = 2
 _PRIVATE: Final = (
     "TensorPipeAgent",
     "WorkerInfo",
@@ -63,8 +57,6 @@ _PRIVATE: Final = (
     "_is_current_rpc_agent_set",
     "_reset_current_rpc_agent",
 )
-
-Future = torch.futures.Future
 
 
 @dataclass(frozen=True)
@@ -101,65 +93,10 @@ class Options:
             raise ValueError(f"threads is {self.threads}, but must be 1 to 64")
 
 
-class Receiver(Protocol):
-    """Where the calls of a peer go."""
-
-    def arrive(self, sequence: int, heads: Any, bodies: Any) -> Any:
-        """Take a batch; runs in a thread of TensorPipe's. Returns the answer."""
-
-
-receivers: dict[bytes, Receiver] = {}
-"""By the token that a connection's peer was told."""
-_lifelines: list[Any] = []
-
-
-def _later(function: Callable[..., Any]) -> Any:
-    """Mark a function whose answer is a future, which may be resolved later."""
-    return function if UNAVAILABLE else rpc.functions.async_execution(function)
-
-
-@_later
-def deliver(token: bytes, sequence: int, heads: Any, bodies: Any) -> Any:
-    """What a peer calls to hand over a batch of messages.
-
-    Returns:
-        A future of True, or of False where the connection is closed; it resolves once
-        there is room for more.
-    """
-    receiver = receivers.get(token)
-    if receiver is None:
-        return done(False)
-    try:
-        return receiver.arrive(sequence, heads, bodies)
-    except Exception:  # torch would print it to stderr; the sender needs no more
-        return done(False)
-
-
-@_later
-def hold() -> Any:
-    """What a peer calls to learn of the end of this process: never answered."""
-    future = Future[None]()
-    _lifelines.append(future)
-    return future
-
-
-@_later
-def echo(value: Any) -> Any:
-    """What this process calls to see whether calls work."""
-    return done(value)
-
-
-def done(value: Any) -> Any:
-    """A future that is resolved."""
-    future = Future[Any]()
-    future.set_result(value)
-    return future
-
-
 def unusable() -> str | None:
     """Why torch's RPC cannot be used in this installation, in words, or None."""
     where = f"torch {torch.__version__}"
-    if UNAVAILABLE or not rpc.is_available():
+    if UNAVAILABLE or rpc is None:
         return (
             f"{where} was built without torch.distributed.rpc and TensorPipe "
             f"({UNAVAILABLE or 'rpc.is_available() is False'}); install a Linux wheel "
@@ -180,47 +117,6 @@ def unusable() -> str | None:
             "transport was written for (tested with torch 2.13)"
         )
     return None
-
-
-class Peer:
-    """Another process as this one's agent knows it; shared by all connections to it."""
-
-    def __init__(self, worker: Any, has_lifeline: bool) -> None:
-        self.worker = worker
-        self.lost = ""
-        self.listeners: dict[object, Callable[[str], None]] = {}
-        if has_lifeline:
-            self.call(hold, (), self._ended)
-
-    def call(
-        self, function: Any, args: tuple[Any, ...], answered: Callable[[Any], None]
-    ) -> None:
-        """Call a function there; never waits.
-
-        Args:
-            function: `deliver`, `hold` or `echo`.
-            args: Tensors among them must not change until the answer.
-            answered: Called with the future, in a thread of TensorPipe's or at once.
-
-        Raises:
-            RuntimeError: The agent or the peer is gone.
-        """
-        future = rpc.rpc_async(self.worker, function, args=args, timeout=0)
-        future.add_done_callback(answered)
-
-    def _ended(self, future: Any) -> None:
-        self.lost = failure(future) or "the peer ended the lifeline"
-        for listener in list(self.listeners.values()):
-            listener(self.lost)
-
-
-def failure(future: Any) -> str:
-    """Why a call failed, or "" if it was answered."""
-    try:
-        future.value()
-    except Exception as error:  # a plain RuntimeError; its text has the C++ trace
-        return str(error).partition("\n")[0].partition(" (this error orig")[0]
-    return ""
 
 
 class Agent:
@@ -291,16 +187,17 @@ class Agent:
             known = self._peers.get(id)
             if known is not None and not known.lost:
                 return known
-            if self.worker:
-                try:
+            try:
+                if self.worker:  # a lifeline would hang the application's shutdown
                     info = self._agent.get_worker_info(worker)
-                except RuntimeError as error:
-                    raise OSError(
-                        f"the application's RPC group has no worker {worker!r}"
-                    ) from error
-                known = Peer(info, has_lifeline=False)  # it would hang its shutdown
-            else:
-                known = self._add(url)
+                    known = Peer(info, has_lifeline=False)
+                else:
+                    known = self._add(url)
+            except RuntimeError as error:
+                first = str(error).partition("\n")[0]
+                raise OSError(
+                    f"the RPC agent does not take the peer: {first}"
+                ) from error
             self._peers[id] = known
             return known
 
@@ -346,7 +243,7 @@ class Agent:
             self._agent = None
             return
         # Unresolved futures may be dropped, but not be resolved any more.
-        _lifelines.clear()
+        lifelines.clear()
         if self.alive:
             rpc.shutdown(graceful=False)
         self._agent = self._store = None
@@ -356,7 +253,7 @@ class Agent:
         if self._agent is not None and not self.worker:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
             private._reset_current_rpc_agent()
-        _abandoned.append((self, list(_lifelines)))
+        _abandoned.append((self, list(lifelines)))
 
 
 _lock = threading.Lock()
@@ -406,13 +303,13 @@ def release(agent: Agent) -> None:
         if agent.users == 0 and agent is _current:
             _current = None
             agent.close()
-            _log_level.restore()
+            native.log_level.restore()
 
 
 def _start(options: Options) -> Agent:
     global _tested
     agent = Agent(options)
-    _log_level.raise_to_errors()
+    native.log_level.raise_to_errors()
     try:
         agent.start()
         if not agent.worker:
@@ -441,7 +338,7 @@ def _start(options: Options) -> Agent:
 def _give_up(agent: Agent) -> None:
     with contextlib.suppress(Exception):  # the first error is the one to tell
         agent.close()
-    _log_level.restore()
+    native.log_level.restore()
 
 
 def _forked() -> None:
@@ -461,48 +358,5 @@ def _exit() -> None:
         agent.close()
 
 
-class _LogLevel:
-    """Keeps TensorPipe from writing a warning to stderr for every peer that leaves."""
-
-    def __init__(self) -> None:
-        self._before: int | None = None
-
-    @functools.cached_property
-    def _flag(self) -> ctypes.c_int | None:
-        if "TORCH_CPP_LOG_LEVEL" in os.environ:  # the user has decided
-            return None
-        with contextlib.suppress(OSError, ValueError):
-            return ctypes.c_int.in_dll(library("libc10.so"), "FLAGS_caffe2_log_level")
-        return None
-
-    def raise_to_errors(self) -> None:
-        if self._flag is not None and self._before is None:
-            self._before = self._flag.value
-            self._flag.value = max(self._before, _WARNINGS_OFF)
-
-    def restore(self) -> None:
-        if self._flag is not None and self._before is not None:
-            self._flag.value = self._before
-            self._before = None
-
-
-def library(name: str) -> ctypes.CDLL:
-    """A shared library of torch's, which is loaded already."""
-    return ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name))
-
-
-def _open_libuv() -> None:
-    """Have libuv make now what it keeps for the life of the process: one pipe.
-
-    Else the first queue of a process would seem to leave two descriptors.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # linked in another way
-        uv = library("libtorch_cpu.so")
-        loop = ctypes.create_string_buffer(uv.uv_loop_size())
-        if uv.uv_loop_init(loop) == 0:
-            uv.uv_loop_close(loop)
-
-
-_log_level = _LogLevel()
 if not UNAVAILABLE:
-    _open_libuv()
+    native.open_libuv()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
-from transports import _torchrpc_agent as rpc_agent
+from transports import _torchrpc_calls as calls
 
 if TYPE_CHECKING:
     from transports._torchrpc_control import Control, Greeting
@@ -52,7 +52,7 @@ class RpcConn(Conn):
         self.closed = False
         self._link = link
         self._first: What | None = None
-        self._peer: rpc_agent.Peer | None = None
+        self._peer: calls.Peer | None = None
         self._theirs = b""
         # sending
         self._unsent: deque[tuple[bytes, Body, int]] = deque()
@@ -89,7 +89,7 @@ class RpcConn(Conn):
         )
         self._theirs = bytes.fromhex(greeting.token)
         self._peer.listeners[self] = self._peer_lost
-        rpc_agent.receivers[self.token] = self
+        calls.receivers[self.token] = self
         self._first = first
         self._link.notice(self)
 
@@ -147,9 +147,9 @@ class RpcConn(Conn):
             self._flush(CALLS)
         return True
 
-    def _flush(self, calls: int) -> None:
+    def _flush(self, most: int) -> None:
         """Send what waits, as far as so many calls may be under way."""
-        while self._unsent and self._calls < calls and not self.reason:
+        while self._unsent and self._calls < most and not self.reason:
             heads: list[bytes] = []
             bodies: list[Body] = []
             nbytes = 0
@@ -167,7 +167,7 @@ class RpcConn(Conn):
         self._calls += 1
         try:
             self._peer.call(
-                rpc_agent.deliver, (self._theirs, self._sent, heads, bodies), answered
+                calls.deliver, (self._theirs, self._sent, heads, bodies), answered
             )
         except RuntimeError as error:
             self._calls -= 1
@@ -177,7 +177,7 @@ class RpcConn(Conn):
 
     def _answered(self, nbytes: int, future: Any) -> None:
         """A call ended; in a thread of TensorPipe's, or within `_issue`."""
-        problem = rpc_agent.failure(future)
+        problem = calls.failure(future)
         if not problem and not future.value():
             problem = "unheard"
         self._answers.append((nbytes, problem))
@@ -204,18 +204,18 @@ class RpcConn(Conn):
         if nbytes is None or type(sequence) is not int:
             self._link.malformed += 1
             self.fail("the peer sent what no member does")
-            return rpc_agent.done(False)
+            return calls.done(False)
         answer = None
         with self._lock:
             if self.closed:
-                return rpc_agent.done(False)
+                return calls.done(False)
             self._backlog += nbytes
             if self._backlog > self._link.max_ahead:
-                answer = rpc_agent.Future[bool]()
+                answer = calls.Future[bool]()
                 self._held.append(answer)
             self._arrived.append((sequence, heads, bodies))
         self._link.notice(self)
-        return answer or rpc_agent.done(True)
+        return answer or calls.done(True)
 
     def _sort(self) -> bool:
         """Put what has arrived in order; whether a message can be taken."""
@@ -309,7 +309,7 @@ class RpcConn(Conn):
             self.closed = True
             held, self._held = self._held, []
             self._arrived.clear()
-        rpc_agent.receivers.pop(self.token, None)
+        calls.receivers.pop(self.token, None)
         if self._peer is not None:
             self._peer.listeners.pop(self, None)
         self._answer(held, False)

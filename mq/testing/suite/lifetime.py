@@ -296,11 +296,10 @@ def _connect_in_child(
 
     with mq.connect(backend, name="parent", **options) as parent:
         said: list[Any] = in_forked_child(child)
-        second = mq.connect(backend, name="second", **options)
-        second.subscribe("t")
-        parent.publish("t", "in the parent", timeout=STEP)
-        said.append(second.recv(timeout=STEP).payload)
-        second.close()
+        with mq.connect(backend, name="second", **options) as second:
+            second.subscribe("t")
+            parent.publish("t", "in the parent", timeout=STEP)
+            said.append(second.recv(timeout=STEP).payload)
     return said
 
 
