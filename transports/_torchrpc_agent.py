@@ -326,8 +326,7 @@ def _start(options: Options) -> Agent:
         raise TransportUnavailable(
             f"TensorPipe of torch {torch.__version__} does not start with transports "
             f"{options.transports} and channels {options.channels}: {first}. Its "
-            "private interface is used here, tested with torch 2.13; InfiniBand (ibv) "
-            "needs a device"
+            "private interface is used here, tested with torch 2.13"
         ) from error
     except BaseException:  # Ctrl-C
         _give_up(agent)

@@ -269,8 +269,8 @@ class TorchRpcLink(Link):
         mine = _release(torch.__version__)
         if peer.torch != mine:
             raise BadNote(
-                f"one end has torch {mine}, the other {peer.torch}; TensorPipe does "
-                "not talk between releases, so install the same everywhere"
+                f"one end has torch {mine}, the other torch {peer.torch}; TensorPipe "
+                "does not talk between releases, so install the same everywhere"
             )
         if peer.link not in ("", self._id):
             raise BadNote("the link that was dialled does not listen here any more")
