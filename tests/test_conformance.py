@@ -16,7 +16,8 @@ def _parameters() -> list[object]:
             backend,
             case,
             id=f"{backend}-{case.name}",
-            marks=[pytest.mark.slow] if case.large else [],
+            marks=[pytest.mark.slow] * case.large
+            + [pytest.mark.gpu] * backend.endswith(":cuda"),
         )
         for backend in BACKENDS
         for case in CASES
