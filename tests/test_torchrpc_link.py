@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import struct
@@ -419,6 +420,23 @@ def test_a_cut_socket_is_lost_at_both_ends_and_what_arrived_is_a_prefix() -> Non
         assert theirs.received[accepted_again] == [(b"new", b"")]
 
 
+def test_a_break_of_tensorpipes_own_connections_is_lost_and_mended() -> None:
+    """The lifeline tells of it; the next dial takes new connections."""
+    with World(TorchRpcLink) as world:
+        ours, theirs = world.members
+        assert isinstance(ours.link, TorchRpcLink)
+        agent = ours.link.agent  # the same at both ends, so both go by the proxy
+        with contextlib.closing(Proxy(agent.url, "")) as proxy:
+            agent.url = proxy.address
+            for _ in range(3):
+                dialled, accepted = world.connect()
+                world.send(dialled, b"head", bytes(1_000_000))
+                world.until(lambda: accepted in theirs.received, "a message")  # noqa: B023
+                assert proxy.cut() >= 1
+                world.lost(0, dialled)
+                world.lost(1, accepted)
+
+
 def test_a_queue_resumes_after_its_socket_was_cut() -> None:
     """Nothing is lost or doubled, although the calls under way were given up."""
     options: dict[str, Any] = {"group": "cut", "secret": "a secret", "peer_timeout": 20}
@@ -570,6 +588,38 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
             ours.close()
             if child:
                 os.kill(child, signal.SIGKILL)
+
+
+def _poor_main(pipe: Connection) -> None:
+    """Meet one peer, then a second with hardly a descriptor left."""
+    first, second = pipe.recv()
+    with World(TorchRpcLink, 1) as world:
+        conn = _dial(world, first)
+        _echoed(world, conn, b"hello")
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, most))
+        refused = world.members[0].link.dial(second)
+        world.lost(0, refused)
+        _echoed(world, conn, b"still here")
+        pipe.send(world.members[0].events[-1].reason)
+
+
+def test_a_process_without_descriptors_refuses_a_peer_and_lives_on() -> None:
+    """TensorPipe would end it: `connectFromLoop: too many open files`."""
+    ours, theirs = context.Pipe()
+    with peer_process() as (first, _), peer_process() as (second, _):
+        poor = context.Process(target=_poor_main, args=(theirs,), daemon=True)
+        poor.start()
+        theirs.close()
+        ours.send((first, second))
+        try:
+            assert ours.poll(PATIENCE)
+            assert "RLIMIT_NOFILE" in ours.recv()
+        finally:
+            poor.join(PATIENCE)
+            poor.close()
+            ours.close()
 
 
 # -- torch ----------

@@ -7,8 +7,9 @@ added to it one by one. All queues of the process share it; the last one closes 
 
 **Aborts.** TensorPipe ends the process where it should raise. So `basic` and `uv` are
 always among the channels and transports; URLs are checked before they are used; no
-future is resolved after the agent is gone; nothing is pending when the interpreter
-exits; a forked child lets go of the agent without destroying it.
+future is resolved after the agent is gone; no peer is added without descriptors to
+spare; nothing is pending when the interpreter exits; a forked child lets go of the
+agent without destroying it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import errno
 import importlib
 import itertools
 import os
+import resource
 import secrets
 import threading
 from dataclasses import dataclass
@@ -49,6 +52,8 @@ CHANNELS: Final = ("cma", "basic", "mpt_uv")
 MAX_PEERS: Final = 32767
 """Ids of peers are 16 bits wide and never used again."""
 SELF_TEST_SECONDS: Final = 10.0
+DESCRIPTORS: Final = 24
+"""Free descriptors without which no peer is added; `mpt_uv` takes 19, `cma` four."""
 
 _PRIVATE: Final = (
     "TensorPipeAgent",
@@ -202,6 +207,7 @@ class Agent:
             return known
 
     def _add(self, url: str) -> Peer:
+        _check_descriptors()
         number = next(self._ids)
         if number > MAX_PEERS:
             raise OSError(
@@ -254,6 +260,18 @@ class Agent:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
             private._reset_current_rpc_agent()
         _abandoned.append((self, list(lifelines)))
+
+
+def _check_descriptors() -> None:
+    """Raises: OSError, where TensorPipe would abort for want of descriptors."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    if limit != resource.RLIM_INFINITY and used + DESCRIPTORS > limit:
+        raise OSError(
+            errno.EMFILE,
+            f"{used} file descriptors are open and RLIMIT_NOFILE is {limit}, but a "
+            f"peer needs up to {DESCRIPTORS}; raise it with `ulimit -n`",
+        )
 
 
 _lock = threading.Lock()

@@ -264,6 +264,10 @@ class RpcConn(Conn):
 
     def report(self) -> Iterator[Event]:
         """What happened to this end; it stays noticed while something is left."""
+        noticed = self._link.noticed
+        if self.closed:  # noticed once more by an answer
+            noticed.pop(self, None)
+            return
         if self._first is not None:
             first, self._first = self._first, None
             yield Event(first, self)
@@ -274,7 +278,6 @@ class RpcConn(Conn):
             self._refused = False
             if not self.reason:
                 yield Event(What.WRITABLE, self)
-        noticed = self._link.noticed
         while not self.closed:
             noticed.pop(self, None)  # before the look: others fill the inbox
             if not self._sort():

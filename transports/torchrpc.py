@@ -91,7 +91,7 @@ class TorchRpcLink(Link):
         self._greeting_timeout = greeting_timeout
         self._trusted_network = trusted_network
         self._id = secrets.token_hex(8)
-        self._open = False
+        self._open = self._closing = False
         self._woken = threading.Event()
         self._listeners: dict[int, socket.socket] = {}
         self._controls: dict[int, Control] = {}
@@ -120,9 +120,13 @@ class TorchRpcLink(Link):
                     "without the secret: pass trusted_network=True if that is meant"
                 )
         self._prepare(hosts)
-        self.agent = rpc_agent.acquire(self._options)
         self._poller = poller
         self._epoll = select.epoll()
+        try:
+            self.agent = rpc_agent.acquire(self._options)
+        except BaseException:
+            self._epoll.close()
+            raise
         self._open = True
         try:
             poller.register(self._epoll.fileno())
@@ -328,7 +332,8 @@ class TorchRpcLink(Link):
         """Have `poll` look at a connection; from any thread, takes no lock."""
         if self._open:
             self.noticed[conn] = None
-            self._woken.set()
+            if self._closing:
+                self._woken.set()
             self._poller.wake()
 
     def look_again(self, conn: RpcConn) -> None:
@@ -390,6 +395,7 @@ class TorchRpcLink(Link):
     def close(self) -> None:
         if not self._open:
             return
+        self._closing = True
         for conn in list(self._alive):
             conn.close()
         deadline = time.monotonic() + LINGER_SECONDS
