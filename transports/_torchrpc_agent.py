@@ -265,7 +265,10 @@ class Agent:
 def _check_descriptors() -> None:
     """Raises: OSError, where TensorPipe would abort for want of descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd"))
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not even one is free
+        used = limit
     if limit != resource.RLIM_INFINITY and used + DESCRIPTORS > limit:
         raise OSError(
             errno.EMFILE,

@@ -80,7 +80,12 @@ def done(value: Any) -> Any:
 
 
 class Peer:
-    """Another process as this one's agent knows it; shared by all connections to it."""
+    """Another process as this one's agent knows it; shared by all connections to it.
+
+    Attributes:
+        lost: Why no call reaches it any more; "" while one may.
+        listeners: Called with the reason, from any thread.
+    """
 
     def __init__(self, worker: Any, has_lifeline: bool) -> None:
         self.worker = worker
@@ -106,9 +111,14 @@ class Peer:
         future.add_done_callback(answered)
 
     def _ended(self, future: Any) -> None:
-        self.lost = failure(future) or "the peer ended the lifeline"
-        for listener in list(self.listeners.values()):
-            listener(self.lost)
+        self.fail(failure(future) or "the peer ended the lifeline")
+
+    def fail(self, reason: str) -> None:
+        """Its connection is broken for good: tell everyone who uses it, once."""
+        if not self.lost:
+            self.lost = reason
+            for listener in list(self.listeners.values()):
+                listener(reason)
 
 
 def failure(future: Any) -> str:

@@ -178,7 +178,9 @@ class RpcConn(Conn):
     def _answered(self, nbytes: int, future: Any) -> None:
         """A call ended; in a thread of TensorPipe's, or within `_issue`."""
         problem = calls.failure(future)
-        if not problem and not future.value():
+        if problem and self._peer is not None:
+            self._peer.fail(problem)  # so that the next dial takes a new connection
+        elif not future.value():
             problem = "unheard"
         self._answers.append((nbytes, problem))
         if problem or self._refused or self._unsent or self.closed:
