@@ -718,7 +718,9 @@ def _application_main(rank: int, file: str, pipe: Connection) -> None:
         world.arrive(received, 200)
         assert [head for head, _ in received] == [b"%d" % n for n in range(200)]
         pipe.send("done")
-        pipe.recv()
+        # The other end may still wait for what this one has not sent.
+        world.nap = 0.05
+        world.until(pipe.poll, "the word to close")
     assert rpc._is_current_rpc_agent_set()  # type: ignore[attr-defined]
     rpc.shutdown()  # gracefully: nothing of ours is pending
     pipe.send("left")

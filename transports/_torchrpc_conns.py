@@ -143,8 +143,9 @@ class RpcConn(Conn):
             self._refused = False
         self._unsent.append((bytes(head), _outgoing(body), nbytes))
         self._ahead += nbytes
-        if self._calls < CALLS:
-            self._flush(CALLS)
+        if self._calls >= CALLS:
+            self._settle()  # an answer that came before could not know of this message
+        self._flush(CALLS)
         return True
 
     def _flush(self, most: int) -> None:
