@@ -361,6 +361,24 @@ def test_a_call_for_nobody_is_answered_so() -> None:
         assert call(link, b"nobody", 0, [b"head"], [None]) is False
 
 
+def test_a_call_that_comes_before_the_greeting_is_kept() -> None:
+    """The two travel by different connections, and the accepting end may begin."""
+    with World(TorchRpcLink) as world:
+        ours, theirs = world.members
+        dialled = ours.link.dial(theirs.addresses[0])
+        world.members.remove(ours)
+        world.until(lambda: bool(theirs.conns(What.ACCEPTED)), "ACCEPTED")
+        (accepted,) = theirs.conns(What.ACCEPTED)
+        world.nap = 0.01
+        world.send(accepted, b"early", b"body")
+        world.until(lambda: not rpc_conn(accepted).unanswered, "the answer")
+        assert dialled not in ours.conns(What.OPENED)
+        world.members.append(ours)
+        world.until(lambda: dialled in ours.received, "the message")
+        assert ours.events[0].what is What.OPENED
+        assert ours.received[dialled] == [(b"early", b"body")]
+
+
 def test_batches_that_overtake_each_other_are_put_in_order() -> None:
     """As they do with several threads, or an agent of the application."""
     with World(TorchRpcLink) as world:

@@ -78,6 +78,10 @@ class RpcConn(Conn):
 
     # -- greeting and end ----------
 
+    def expect(self) -> None:
+        """The peer will learn the token: its calls may come before its greeting."""
+        calls.receivers[self.token] = self
+
     def begin(self, greeting: Greeting, first: What) -> None:
         """Both ends know each other: report `first`, and carry messages.
 
@@ -89,7 +93,6 @@ class RpcConn(Conn):
         )
         self._theirs = bytes.fromhex(greeting.token)
         self._peer.listeners[self] = self._peer_lost
-        calls.receivers[self.token] = self
         self._first = first
         self._link.notice(self)
 
@@ -268,31 +271,33 @@ class RpcConn(Conn):
     def report(self) -> Iterator[Event]:
         """What happened to this end; it stays noticed while something is left."""
         noticed = self._link.noticed
-        if self.closed:  # noticed once more by an answer
-            noticed.pop(self, None)
-            return
-        if self._first is not None:
-            first, self._first = self._first, None
-            yield Event(first, self)
-        self._settle()
-        if self._unsent:
-            self._flush(CALLS)
-        if self._refused and 2 * self._ahead <= self._link.max_ahead:
-            self._refused = False
-            if not self.reason:
-                yield Event(What.WRITABLE, self)
-        while not self.closed:
-            noticed.pop(self, None)  # before the look: others fill the inbox
-            if not self._sort():
+        while True:
+            noticed.pop(self, None)  # before the look: other threads add to it
+            if self.closed or (self._peer is None and not self.reason):
+                return  # an answer came late, or a call before the greeting
+            event = self._next_event()
+            if event is None:
                 break
             noticed[self] = None
             before = self._taken
-            yield Event(What.READABLE, self)
-            if self._taken == before:  # the mesh comes back
-                return
-        if not self.closed and self._body is None and self._over():
+            yield event
+            if event.what is What.READABLE and self._taken == before:
+                return  # the mesh comes back
+        if self._body is None and self._over():
             self._shut()
             yield Event(What.LOST, self, self.reason)
+
+    def _next_event(self) -> Event | None:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return Event(first, self)
+        self._settle()
+        self._flush(CALLS)
+        if self._refused and 2 * self._ahead <= self._link.max_ahead:
+            self._refused = False
+            if not self.reason:
+                return Event(What.WRITABLE, self)
+        return Event(What.READABLE, self) if self._sort() else None
 
     def _over(self) -> bool:
         """Whether the connection has ended and everything of it was read."""

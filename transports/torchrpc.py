@@ -196,6 +196,7 @@ class TorchRpcLink(Link):
         self._watch(sock)
         self._conns[sock.fd] = conn
         self._strangers[sock.fd] = time.monotonic() + self._greeting_timeout
+        conn.expect()
         sock.send(self._greeting(conn, link).note())
         self._epoll.modify(sock.fd, sock.events)
         return conn
@@ -262,6 +263,7 @@ class TorchRpcLink(Link):
         del self._strangers[sock.fd]
         self._alive[conn] = None
         self._conns[sock.fd] = conn
+        conn.expect()
         sock.send(self._greeting(conn).note())
 
     def _check(self, peer: Greeting) -> None:
