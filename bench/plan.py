@@ -13,7 +13,14 @@ from bench.rows import Cell
 
 SIZES = (1250, 20_000, 1_250_000, 10_000_000, 40_000_000, 640_000_000)
 LARGE_SIZES = (1_250_000_000, 2_500_000_000)
-QUICK_TRANSPORTS = ("inproc", "nng:ipc", "nng:tcp", "zmq:ipc", "zmq:tcp")
+QUICK_TRANSPORTS = (
+    "inproc",
+    "nng:ipc",
+    "nng:tcp",
+    "zmq:ipc",
+    "zmq:tcp",
+    "torchrpc:cpu",
+)
 
 BUS = "raw:nng-bus"
 """What DI-engine's queue does with NNG, over unix sockets as by its default."""
@@ -102,6 +109,8 @@ def raw_of(transport: str) -> str | None:
     """The bare library under a transport, on the same wire."""
     if transport in ("nng", "zmq"):  # they choose ipc between members on one host
         return f"raw:{transport}:ipc"
+    if transport in ("torchrpc", "torchrpc:cpu"):
+        return "raw:torchrpc"
     engine, _, wire = transport.partition(":")
     known = engine in ("nng", "zmq") and wire in ("ipc", "tcp")
     return f"raw:{transport}" if known else None
@@ -123,7 +132,9 @@ def baselines(transport: str, workload: str) -> list[str]:
     raw, limit = raw_of(transport), limit_of(transport)
     if raw and "raw" in allowed:
         found.append(raw)
-    if raw and "pubsub" in allowed:
+    if raw == "raw:torchrpc" and "raw" in allowed:
+        found.append(f"{raw}:tcp")  # left to itself TensorPipe reads other memory
+    elif raw and "pubsub" in allowed:
         found.append(f"{raw}:pubsub")
     if transport in ("nng", "nng:ipc") and "bus" in allowed:
         found.append(BUS)
@@ -157,6 +168,7 @@ BASELINES = [
         for kind in ("", ":pubsub")
     ),
     BUS,
+    *(f"raw:torchrpc{wire}" for wire in ("", ":tcp")),
     *(f"limit:{kind}" for kind in ("memcpy", "unix", "tcp")),
 ]
 

@@ -36,6 +36,10 @@ def open_wire(peer: Peer, quiet: float | None = None) -> Iterator[Wire]:
         from bench.raw_nng import RawNngWire
 
         wire = RawNngWire(peer, wait)
+    elif family == "raw" and engine.startswith("torchrpc"):
+        from bench.raw_torchrpc import RawRpcWire
+
+        wire = RawRpcWire(peer, wait)
     elif family == "raw":
         from bench.raw import RawZmqWire
 

@@ -42,10 +42,17 @@ _TABLE: Final[dict[str, Entry]] = {
     "nng:ipc": Entry("transports.nng:NngIpcLink", "pynng", {"wires": ("ipc",)}),
     "nng:tcp": Entry("transports.nng:NngLink", "pynng", {"wires": ("tcp",)}),
     "nng:tls": Entry("transports.nng_tls:NngTlsLink", "pynng"),
+    "torchrpc:cpu": Entry("transports.torchrpc:TorchRpcLink", "torch"),
+    "torchrpc:cuda": Entry("transports.torchrpc_cuda:TorchRpcCudaLink", "torch"),
     "zmq": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("ipc", "tcp")}),
     "zmq:ipc": Entry("transports.zmq:ZmqIpcLink", "pyzmq", {"wires": ("ipc",)}),
     "zmq:tcp": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("tcp",)}),
 }
+
+aliases: Final[Mapping[str, str]] = MappingProxyType(
+    {"cuda": "torchrpc:cuda", "torchrpc": "torchrpc:cpu"}
+)
+"""Other names of backends: members that use either are in the same group."""
 
 table: Final[Mapping[str, Entry]] = MappingProxyType(_TABLE)
 """The registered backends; those of entry points come with `names`."""
@@ -85,18 +92,23 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def names() -> list[str]:
-    """All backend strings, sorted."""
+    """All backend strings, sorted, without the aliases."""
     return sorted({*_TABLE, *_entry_points()})
 
 
+def canonical(name: str) -> str:
+    """The backend string that an alias stands for; others are returned as they are."""
+    return name if name in _TABLE else aliases.get(name, name)
+
+
 def _entry(name: str) -> Entry:
-    entry = _TABLE.get(name)
+    entry = _TABLE.get(canonical(name))
     if entry is None:
         point = _entry_points().get(name)
         if point is not None:
             library = point.dist.name if point.dist is not None else ""
             return Entry(point.value, library)
-        known = names()
+        known = sorted({*names(), *aliases})
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UnknownTransport(f"no transport {name!r}{hint} Known: {', '.join(known)}")

@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+from mq import registry
+
 FOUR_GIB: Final = 4 << 30
 _counter = count(1)
 
@@ -111,7 +113,7 @@ def resolve(
     elif type(max_message_bytes) is not int or max_message_bytes < 1:
         raise ValueError(f"max_message_bytes is {max_message_bytes!r}, need 1 or more")
     return Settings(
-        backend=chosen_backend,
+        backend=registry.canonical(chosen_backend),
         group=chosen_group,
         name=chosen_name,
         rendezvous=meeting,

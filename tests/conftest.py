@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import importlib.metadata
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -14,6 +15,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
+# libuv, in torch, keeps a pipe from its first use on; no test shall seem to leave it.
+importlib.import_module("transports.torchrpc")
 
 LIBRARIES = ("torch", "numpy", "pyzmq", "pynng", "msgspec", "hypothesis")
 

@@ -20,9 +20,10 @@ from bench.peer import Metrics, Peer, Unusable
 from bench.rows import Cell, Result, Usage, Writer, percentiles, read
 from bench.runner import run_cell
 
-RAW = ["raw:nng:ipc", "raw:nng:tcp", "raw:zmq:ipc", "raw:zmq:tcp"]
+RAW_ZMQ = ["raw:zmq:ipc", "raw:zmq:tcp"]
+RAW = ["raw:nng:ipc", "raw:nng:tcp", *RAW_ZMQ, "raw:torchrpc", "raw:torchrpc:tcp"]
 BASELINES = [*RAW, "raw:nng-bus", "limit:unix", "limit:tcp", "limit:memcpy"]
-OURS = ["inproc", "nng:ipc", "nng:tcp", "zmq:ipc", "zmq:tcp"]
+OURS = ["inproc", "nng:ipc", "nng:tcp", "torchrpc:cpu", "zmq:ipc", "zmq:tcp"]
 
 
 def measured(transport: str, workload: str, nbytes: int) -> dict[str, float]:
@@ -66,7 +67,7 @@ def test_a_tensor_and_its_answers_travel_in(workload: str, transport: str) -> No
         assert metrics["bulk"] >= 1
 
 
-@pytest.mark.parametrize("transport", [f"{name}:pubsub" for name in RAW])
+@pytest.mark.parametrize("transport", [f"{name}:pubsub" for name in RAW_ZMQ])
 def test_losses_of_publish_subscribe_are_counted(transport: str) -> None:
     """The default of bare ZeroMQ may lose; what it lost is reported with the rate."""
     metrics = measured(transport, "rate", 64)
@@ -232,6 +233,15 @@ def test_transports_of_a_round_are_measured_side_by_side() -> None:
     names = [(cell.transport, cell.round) for cell in found]
     once = ["zmq:ipc", "raw:zmq:ipc", "limit:unix"]
     assert names == [(one, 0) for one in once] + [(one, 1) for one in once[::-1]]
+
+
+def test_torchrpc_is_measured_beside_bare_rpc_and_forced_tcp() -> None:
+    """What TensorPipe chooses by itself, and plain TCP, are rows of their own."""
+    found = list(plan.cells(["torchrpc:cpu"], ["latency"], [64], 1, 1.0, False))
+    names = [cell.transport for cell in found]
+    assert names == ["torchrpc:cpu", "raw:torchrpc", "raw:torchrpc:tcp", "limit:tcp"]
+    assert not [n for n in plan.baselines("torchrpc:cpu", "rate") if "pubsub" in n]
+    assert not plan.can_run("raw:torchrpc:pubsub", "latency")
 
 
 def row(transport: str, value: float, number: int = 0, **metrics: float) -> Result:

@@ -8,7 +8,15 @@ import pytest
 from mq import registry
 from mq.testing import CASES, CLAUSES, Case, run_case
 
-BACKENDS = ("inproc", "nng:ipc", "nng:tcp", "zmq:ipc", "zmq:tcp")
+BACKENDS = (
+    "inproc",
+    "nng:ipc",
+    "nng:tcp",
+    "torchrpc:cpu",
+    "torchrpc:cuda",
+    "zmq:ipc",
+    "zmq:tcp",
+)
 
 
 def _parameters() -> list[object]:
@@ -17,7 +25,8 @@ def _parameters() -> list[object]:
             backend,
             case,
             id=f"{backend}-{case.name}",
-            marks=[pytest.mark.slow] if case.large else [],
+            marks=[pytest.mark.slow] * case.large
+            + [pytest.mark.gpu] * backend.endswith(":cuda"),
         )
         for backend in BACKENDS
         for case in CASES

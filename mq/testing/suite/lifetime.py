@@ -220,8 +220,11 @@ def in_forked_child(function: Callable[[], Any]) -> Any:
         try:
             os.close(reader)
             with os.fdopen(writer, "w") as file:
-                json.dump(function(), file)
-            status = 0
+                try:
+                    json.dump(function(), file)
+                    status = 0
+                except Exception as error:  # for the parent's assertion
+                    file.write(f"{type(error).__name__}: {error}")
         finally:
             os._exit(status)
     os.close(writer)
@@ -281,8 +284,6 @@ def use_in_a_forked_child_raises_forked_process(group: Group) -> None:
 def _connect_in_child(
     worker: object, backend: str, options: dict[str, Any]
 ) -> list[Any]:
-    parent = mq.connect(backend, name="parent", **options)
-
     def child() -> list[Any]:
         mine = {**options, "group": options["group"] + "-child"}
         with (
@@ -293,11 +294,12 @@ def _connect_in_child(
             x.publish("t", "in the child", timeout=STEP)
             return [y.recv(timeout=STEP).payload]
 
-    said: list[Any] = in_forked_child(child)
-    with mq.connect(backend, name="second", **options) as second, parent:
-        second.subscribe("t")
-        parent.publish("t", "in the parent", timeout=STEP)
-        said.append(second.recv(timeout=STEP).payload)
+    with mq.connect(backend, name="parent", **options) as parent:
+        said: list[Any] = in_forked_child(child)
+        with mq.connect(backend, name="second", **options) as second:
+            second.subscribe("t")
+            parent.publish("t", "in the parent", timeout=STEP)
+            said.append(second.recv(timeout=STEP).payload)
     return said
 
 

@@ -1,0 +1,382 @@
+"""One TensorPipe agent per process: the only file that touches torch's private API.
+
+`torch.distributed.rpc.init_rpc` is not used: one killed member makes every later join
+of its dynamic group fail for ever, and it can neither be bounded nor interrupted.
+Instead the agent is made directly, over a store of this process alone, and peers are
+added to it one by one. All queues of the process share it; the last one closes it.
+
+**Aborts.** TensorPipe ends the process where it should raise. So `basic` and `uv` are
+always among the channels and transports; URLs are checked before they are used; no
+future is resolved after the agent is gone; no peer is added without descriptors to
+spare; nothing is pending when the interpreter exits; a forked child lets go of the
+agent without destroying it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import datetime
+import errno
+import importlib
+import itertools
+import os
+import resource
+import secrets
+import threading
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from mq.errors import ForkedProcess, TransportUnavailable
+from transports import _torchrpc_native as native
+from transports import _torchrpc_net as net
+from transports._torchrpc_calls import Peer, echo, failure, lifelines, receivers, rpc
+
+UNAVAILABLE = ""
+"""Why torch has no RPC here, or not the private interface that is needed."""
+# Untyped, since most of what is used has no declaration.
+dist: Any = None
+private: Any = None
+try:
+    dist = importlib.import_module("torch.distributed")
+    private = importlib.import_module("torch._C._distributed_rpc")
+    autograd: Any = importlib.import_module("torch.distributed.autograd")
+except (ImportError, AttributeError, RuntimeError) as error:
+    UNAVAILABLE = f"{type(error).__name__}: {error}"
+
+TRANSPORTS: Final = ("uv", "ibv", "shm")
+CHANNELS: Final = ("cma", "basic", "mpt_uv")
+MAX_PEERS: Final = 32767
+"""Ids of peers are 16 bits wide and never used again."""
+SELF_TEST_SECONDS: Final = 10.0
+DESCRIPTORS: Final = 24
+"""Free descriptors without which no peer is added; `mpt_uv` takes 19, `cma` four."""
+
+_PRIVATE: Final = (
+    "TensorPipeAgent",
+    "WorkerInfo",
+    "_get_current_rpc_agent",
+    "_is_current_rpc_agent_set",
+    "_reset_current_rpc_agent",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the agent of a process is set up.
+
+    Attributes:
+        host: The address of this host whose interface TensorPipe listens on.
+        transports: TensorPipe's transports by name, best first.
+        channels: Its channels by name, best first.
+        threads: Threads that run handlers and callbacks; with one, order is kept.
+    """
+
+    host: str = "127.0.0.1"
+    transports: tuple[str, ...] = ("uv",)
+    channels: tuple[str, ...] = ("cma", "basic")
+    threads: int = 1
+
+    def check(self) -> None:
+        """Raises: ValueError, if TensorPipe would refuse this or abort the process."""
+        for what, known, always, given in (
+            ("transports", TRANSPORTS, "uv", self.transports),
+            ("channels", CHANNELS, "basic", self.channels),
+        ):
+            unknown = [name for name in given if name not in known]
+            if unknown or len(set(given)) < len(given):
+                raise ValueError(f"{what} are some of {known}, each once, not {given}")
+            if always not in given:
+                raise ValueError(
+                    f"{what}={given} lack {always!r}, which every peer has: without "
+                    "anything in common TensorPipe aborts both processes"
+                )
+        if not 1 <= self.threads <= 64:
+            raise ValueError(f"threads is {self.threads}, but must be 1 to 64")
+
+
+def unusable() -> str | None:
+    """Why torch's RPC cannot be used in this installation, in words, or None."""
+    where = f"torch {torch.__version__}"
+    if UNAVAILABLE or rpc is None:
+        return (
+            f"{where} was built without torch.distributed.rpc and TensorPipe "
+            f"({UNAVAILABLE or 'rpc.is_available() is False'}); install a Linux wheel "
+            "that has them, or use another transport"
+        )
+    missing = [name for name in _PRIVATE if not hasattr(private, name)]
+    agent = getattr(private, "TensorPipeAgent", None)
+    for owner, name in (
+        (agent, "_update_group_membership"),
+        (rpc.api, "_init_rpc_states"),
+        (autograd, "_init"),
+    ):
+        if not hasattr(owner, name):
+            missing.append(name)
+    if missing:
+        return (
+            f"{where} lacks {', '.join(missing)} of torch.distributed.rpc, which this "
+            "transport was written for (tested with torch 2.13)"
+        )
+    return None
+
+
+class Agent:
+    """This process as other agents see it.
+
+    Attributes:
+        id: Random, new for each start.
+        url: Where other agents reach it, such as ``uv://127.0.0.1:40000``; "" for one
+            that the application started.
+        worker: Its name in the application's group; "" for one of ours.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.id = secrets.token_hex(16)
+        self.url = self.worker = ""
+        self.users = 0
+        self._peers: dict[str, Peer] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._store: Any = None
+        self._agent: Any = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be called and its futures be resolved."""
+        if self._agent is None or not private._is_current_rpc_agent_set():
+            return False
+        return private._get_current_rpc_agent() is self._agent
+
+    def start(self) -> None:
+        """Start, or use the agent that the application has started."""
+        if private._is_current_rpc_agent_set():
+            self._agent = private._get_current_rpc_agent()
+            self.worker = self._agent.get_worker_info().name
+            return
+        options, name = self.options, f"mq-{self.id}"
+        self._store = dist.HashStore()
+        self._store.set_timeout(datetime.timedelta(seconds=5))
+        backend = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=options.threads,
+            rpc_timeout=60,
+            init_method="unused://",
+            _transports=list(options.transports),
+            _channels=list(options.channels),
+        )
+        try:
+            autograd._init(0)
+            with net.listen_on(options.host):
+                self._agent = private.TensorPipeAgent(
+                    self._store, name, 0, None, backend, {}, []
+                )
+                rpc.api._init_rpc_states(self._agent)
+            self.url = self._store.get(f"addrs/{name}").decode()
+        except BaseException:
+            self._agent = None
+            if private._is_current_rpc_agent_set():
+                private._reset_current_rpc_agent()
+            raise
+
+    def peer(self, id: str, url: str, worker: str) -> Peer:
+        """The process with an agent of this id.
+
+        Raises:
+            OSError: It cannot be added; the text says why.
+        """
+        with self._lock:
+            known = self._peers.get(id)
+            if known is not None and not known.lost:
+                return known
+            try:
+                if self.worker:  # a lifeline would hang the application's shutdown
+                    info = self._agent.get_worker_info(worker)
+                    known = Peer(info, has_lifeline=False)
+                else:
+                    known = self._add(url)
+            except RuntimeError as error:
+                first = str(error).partition("\n")[0]
+                raise OSError(
+                    f"the RPC agent does not take the peer: {first}"
+                ) from error
+            self._peers[id] = known
+            return known
+
+    def _add(self, url: str) -> Peer:
+        _check_descriptors()
+        number = next(self._ids)
+        if number > MAX_PEERS:
+            raise OSError(
+                f"this process has met {MAX_PEERS} others, more than an RPC agent can; "
+                "close all its torchrpc queues to start a new one"
+            )
+        # Never removed: a removal races with calls under way in C++, and the id and
+        # the name cannot be used again anyway.
+        info = private.WorkerInfo(f"peer-{number}", number)
+        self._store.set(f"addrs/{info.name}", url)
+        self._agent._update_group_membership(info, [], {}, True)
+        return Peer(info, has_lifeline=True)
+
+    def self_test(self) -> None:
+        """Call this process through its own URL.
+
+        Raises:
+            RuntimeError: No answer, or a wrong one.
+        """
+        answers: list[Any] = []
+        answered = threading.Event()
+
+        def note(future: Any) -> None:
+            answers.append(failure(future) or future.value())
+            answered.set()
+
+        peer = self._add(self.url)
+        peer.call(echo, ((b"mq", torch.arange(5)),), note)
+        if not answered.wait(SELF_TEST_SECONDS):
+            raise RuntimeError(f"no answer within {SELF_TEST_SECONDS:g} s")
+        answer = answers[0]
+        if not isinstance(answer, tuple) or answer[1].tolist() != [0, 1, 2, 3, 4]:
+            raise RuntimeError(f"a call to itself was answered by {answer!r}")
+
+    def close(self) -> None:
+        """Stop; every call that is unanswered fails."""
+        self._peers.clear()
+        if self.worker or self._agent is None:
+            self._agent = None
+            return
+        # Unresolved futures may be dropped, but not be resolved any more.
+        lifelines.clear()
+        if self.alive:
+            rpc.shutdown(graceful=False)
+        self._agent = self._store = None
+
+    def leak(self) -> None:
+        """In a forked child: never destroy what has no threads here."""
+        if self._agent is not None and not self.worker:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
+            private._reset_current_rpc_agent()
+        _abandoned.append((self, list(lifelines)))
+
+
+def _check_descriptors() -> None:
+    """Raises: OSError, where TensorPipe would abort for want of descriptors."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not even one is free
+        used = limit
+    if limit != resource.RLIM_INFINITY and used + DESCRIPTORS > limit:
+        raise OSError(
+            errno.EMFILE,
+            f"{used} file descriptors are open and RLIMIT_NOFILE is {limit}, but a "
+            f"peer needs up to {DESCRIPTORS}; raise it with `ulimit -n`",
+        )
+
+
+_lock = threading.Lock()
+_current: Agent | None = None
+_used_by = 0
+_tested = False
+_abandoned: list[object] = []
+
+
+def acquire(options: Options) -> Agent:
+    """The agent of this process, started if this is its first user.
+
+    Raises:
+        ForkedProcess: This process was forked from one that has used an agent.
+        TransportUnavailable: TensorPipe cannot start here.
+        ValueError: An agent with other options runs in this process.
+    """
+    global _current, _used_by
+    with _lock:
+        if _used_by not in (0, os.getpid()):
+            raise ForkedProcess(
+                f"torchrpc was used in process {_used_by}, of which this one is a "
+                "fork, and TensorPipe does not survive that; start processes with the "
+                "method 'spawn' or 'forkserver', or fork before the first connect"
+            )
+        if _current is None:
+            if not _used_by:
+                os.register_at_fork(after_in_child=_forked)
+                atexit.register(_exit)
+            _used_by = os.getpid()
+            _current = _start(options)
+        elif not _current.worker and _current.options != options:
+            raise ValueError(
+                f"another torchrpc queue of this process runs with {_current.options}, "
+                f"this one asks for {options}; a process has one TensorPipe agent, so "
+                "give all queues the same options"
+            )
+        _current.users += 1
+        return _current
+
+
+def release(agent: Agent) -> None:
+    """Undo `acquire`; the last user stops the agent."""
+    global _current
+    with _lock:
+        agent.users -= 1
+        if agent.users == 0 and agent is _current:
+            _current = None
+            agent.close()
+            native.log_level.restore()
+
+
+def _start(options: Options) -> Agent:
+    global _tested
+    agent = Agent(options)
+    native.log_level.raise_to_errors()
+    try:
+        agent.start()
+        if not agent.worker:
+            net.check_url(agent.url, options.transports)
+            if not _tested:
+                agent.self_test()
+        _tested = True
+    except OSError:
+        _give_up(agent)
+        raise
+    except Exception as error:  # whatever a torch of another version raises
+        _give_up(agent)
+        first = str(error).partition("\n")[0]
+        raise TransportUnavailable(
+            f"TensorPipe of torch {torch.__version__} does not start with transports "
+            f"{options.transports} and channels {options.channels}: {first}. Its "
+            "private interface is used here, tested with torch 2.13"
+        ) from error
+    except BaseException:  # Ctrl-C
+        _give_up(agent)
+        raise
+    return agent
+
+
+def _give_up(agent: Agent) -> None:
+    with contextlib.suppress(Exception):  # the first error is the one to tell
+        agent.close()
+    native.log_level.restore()
+
+
+def _forked() -> None:
+    global _lock, _current
+    _lock = threading.Lock()
+    if _current is not None:
+        _current.leak()
+    _current = None
+    receivers.clear()
+
+
+def _exit() -> None:
+    """Callbacks that are pending when the interpreter exits would abort it."""
+    global _current
+    agent, _current = _current, None
+    if agent is not None and _used_by == os.getpid():
+        agent.close()
+
+
+if not UNAVAILABLE:
+    native.open_libuv()

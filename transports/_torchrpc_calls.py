@@ -1,0 +1,130 @@
+"""Calls between processes: what a peer calls here, and how it is called.
+
+This is what runs in TensorPipe's threads, in Python of necessity: `deliver`, `hold` and
+the callbacks of `Peer.call`. They only append to a deque and wake a poller.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+rpc: Any = None  # untyped, as most of it is; None where torch has none
+try:
+    rpc = importlib.import_module("torch.distributed.rpc")
+except (ImportError, AttributeError, RuntimeError):  # `_torchrpc_agent` says why
+    pass
+else:
+    rpc = rpc if rpc.is_available() else None
+
+Future = torch.futures.Future
+
+
+class Receiver(Protocol):
+    """Where the calls of a peer go."""
+
+    def arrive(self, sequence: int, heads: Any, bodies: Any) -> Any:
+        """Take a batch; runs in a thread of TensorPipe's. Returns the answer."""
+
+
+receivers: dict[bytes, Receiver] = {}
+"""By the token that a connection's peer was told."""
+lifelines: list[Any] = []
+"""Futures that peers wait for to learn of the end of this process."""
+
+
+def _later(function: Callable[..., Any]) -> Any:
+    """Mark a function whose answer is a future, which may be resolved later."""
+    return function if rpc is None else rpc.functions.async_execution(function)
+
+
+@_later
+def deliver(token: bytes, sequence: int, heads: Any, bodies: Any) -> Any:
+    """What a peer calls to hand over a batch of messages.
+
+    Returns:
+        A future of True, or of False where the connection is closed; it resolves once
+        there is room for more.
+    """
+    receiver = receivers.get(token)
+    if receiver is None:
+        return done(False)
+    try:
+        return receiver.arrive(sequence, heads, bodies)
+    except Exception:  # torch would print it to stderr; the sender needs no more
+        return done(False)
+
+
+@_later
+def hold() -> Any:
+    """What a peer calls to learn of the end of this process: never answered."""
+    future = Future[None]()
+    lifelines.append(future)
+    return future
+
+
+@_later
+def echo(value: Any) -> Any:
+    """What this process calls to see whether calls work."""
+    return done(value)
+
+
+def done(value: Any) -> Any:
+    """A future that is resolved."""
+    future = Future[Any]()
+    future.set_result(value)
+    return future
+
+
+class Peer:
+    """Another process as this one's agent knows it; shared by all connections to it.
+
+    Attributes:
+        lost: Why no call reaches it any more; "" while one may.
+        listeners: Called with the reason, from any thread.
+    """
+
+    def __init__(self, worker: Any, has_lifeline: bool) -> None:
+        self.worker = worker
+        self.lost = ""
+        self.listeners: dict[object, Callable[[str], None]] = {}
+        if has_lifeline:
+            self.call(hold, (), self._ended)
+
+    def call(
+        self, function: Any, args: tuple[Any, ...], answered: Callable[[Any], None]
+    ) -> None:
+        """Call a function there; never waits.
+
+        Args:
+            function: `deliver`, `hold` or `echo`.
+            args: Tensors among them must not change until the answer.
+            answered: Called with the future, in a thread of TensorPipe's or at once.
+
+        Raises:
+            RuntimeError: The agent or the peer is gone.
+        """
+        future = rpc.rpc_async(self.worker, function, args=args, timeout=0)
+        future.add_done_callback(answered)
+
+    def _ended(self, future: Any) -> None:
+        self.fail(failure(future) or "the peer ended the lifeline")
+
+    def fail(self, reason: str) -> None:
+        """Its connection is broken for good: tell everyone who uses it, once."""
+        if not self.lost:
+            self.lost = reason
+            for listener in list(self.listeners.values()):
+                listener(reason)
+
+
+def failure(future: Any) -> str:
+    """Why a call failed, or "" if it was answered."""
+    try:
+        future.value()
+    except Exception as error:  # a plain RuntimeError; its text has the C++ trace
+        return str(error).partition("\n")[0].partition(" (this error orig")[0]
+    return ""

@@ -1,0 +1,388 @@
+"""A connection: batches of messages, each one call of the peer's `deliver`.
+
+**Sending.** A few calls are under way at a time; what comes meanwhile joins the next.
+A call is answered on reception, as long as the receiver's backlog is small: so the
+bytes ahead of the wire are bounded, and a peer that does not read is refused.
+
+**Receiving.** Calls arrive in threads of TensorPipe's, with several of them in any
+order; they are numbered and put in order in the mesh's thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
+import torch
+
+from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
+from transports import _torchrpc_calls as calls
+
+if TYPE_CHECKING:
+    from transports._torchrpc_control import Control, Greeting
+    from transports.torchrpc import TorchRpcLink
+
+CALLS: Final = 4
+"""Calls under way at a time: enough to keep the wire busy, few enough to batch."""
+BATCH_BYTES: Final = 512 * 1024
+"""A batch is closed once it has so much, but for its last message."""
+INLINE_BYTES: Final = 128 * 1024
+"""Bodies below this are copied into the call; others travel as tensors."""
+GRACE_SECONDS: Final = 2.0
+"""How long what was sent before a goodbye may take to arrive after it."""
+
+Body = Any  # None, bytes or a tensor of bytes
+
+
+class RpcConn(Conn):
+    """One end of a connection, from its greeting on."""
+
+    keeps_body: ClassVar[bool] = True
+
+    def __init__(self, link: TorchRpcLink, address: str, control: Control) -> None:
+        self.address = address
+        self.control = control
+        self.token = link.new_token()
+        self.reason = ""
+        self.closed = False
+        self._link = link
+        self._first: What | None = None
+        self._peer: calls.Peer | None = None
+        self._theirs = b""
+        # sending
+        self._unsent: deque[tuple[bytes, Body, int]] = deque()
+        self._answers: deque[tuple[int, str]] = deque()
+        self._ahead = 0
+        self._calls = 0
+        self._sent = 0
+        self._issuing = False
+        self._refused = False
+        self._unheard_at: float | None = None
+        # receiving
+        self._lock = threading.Lock()
+        self._arrived: deque[tuple[int, list[bytes], list[Body]]] = deque()
+        self._backlog = 0
+        self._held: list[Any] = []
+        self._early: dict[int, tuple[list[bytes], list[Body]]] = {}
+        self._expected = 0
+        self._inbox: deque[tuple[bytes, Body]] = deque()
+        self._body: Body = None
+        self._taken = 0
+        self._final: int | None = None
+        self._final_at = 0.0
+
+    # -- greeting and end ----------
+
+    def expect(self) -> None:
+        """The peer will learn the token: its calls may come before its greeting."""
+        calls.receivers[self.token] = self
+
+    def begin(self, greeting: Greeting, first: What) -> None:
+        """Both ends know each other: report `first`, and carry messages.
+
+        Raises:
+            OSError: The peer cannot be added to the agent.
+        """
+        self._peer = self._link.agent.peer(
+            greeting.agent, greeting.url, greeting.worker
+        )
+        self._theirs = bytes.fromhex(greeting.token)
+        self._peer.listeners[self] = self._peer_lost
+        self._first = first
+        self._link.notice(self)
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether calls are under way; their tensors are in use."""
+        self._settle()
+        return self._calls > 0
+
+    def _peer_lost(self, reason: str) -> None:
+        self.reason = self.reason or f"TensorPipe lost the peer: {reason}"
+        self._link.notice(self)
+
+    def fail(self, reason: str) -> None:
+        """The connection is broken; LOST comes once what arrived has been read."""
+        self.reason = self.reason or reason
+        self._link.notice(self)
+
+    def goodbye(self, count: int) -> None:
+        """The peer has closed, after so many batches."""
+        self._final = count
+        self._final_at = time.monotonic()
+        self._link.notice(self)
+
+    def control_ended(self) -> None:
+        """The peer's socket has ended, after its goodbye or without."""
+        if self._final is None:
+            self.fail(f"the connection was lost ({self.control.ended})")
+
+    # -- sending ----------
+
+    def try_send(
+        self, head: bytes | bytearray | memoryview, body: memoryview | None = None
+    ) -> bool:
+        if self._peer is None or self.reason or self.closed:
+            return True
+        if self._issuing:  # a Ctrl-C came in the middle of a call
+            self.fail("a message was interrupted while it was sent")
+            return True
+        nbytes = len(head) + (0 if body is None else body.nbytes)
+        if not 0 < len(head) <= MAX_HEAD_BYTES or nbytes > self._link.largest:
+            self.fail(f"a message of {nbytes} bytes is outside the limits")
+            return True
+        if self._answers:
+            self._settle()
+        if self._ahead and self._ahead + nbytes > self._link.max_ahead:
+            self._refused = True
+            self._settle()  # an answer that came before could not know
+            if self._ahead and self._ahead + nbytes > self._link.max_ahead:
+                return False
+            self._refused = False
+        self._unsent.append((bytes(head), _outgoing(body), nbytes))
+        self._ahead += nbytes
+        if self._calls >= CALLS:
+            self._settle()  # an answer that came before could not know of this message
+        self._flush(CALLS)
+        return True
+
+    def _flush(self, most: int) -> None:
+        """Send what waits, as far as so many calls may be under way."""
+        while self._unsent and self._calls < most and not self.reason:
+            heads: list[bytes] = []
+            bodies: list[Body] = []
+            nbytes = 0
+            while self._unsent and nbytes < BATCH_BYTES:
+                head, body, size = self._unsent.popleft()
+                heads.append(head)
+                bodies.append(body)
+                nbytes += size
+            self._issue(heads, bodies, nbytes)
+
+    def _issue(self, heads: list[bytes], bodies: list[Body], nbytes: int) -> None:
+        assert self._peer is not None
+        answered = functools.partial(self._answered, nbytes)
+        self._issuing = True
+        self._calls += 1
+        try:
+            self._peer.call(
+                calls.deliver, (self._theirs, self._sent, heads, bodies), answered
+            )
+        except RuntimeError as error:
+            self._calls -= 1
+            self.fail(f"TensorPipe cannot reach the peer: {error}")
+        self._sent += 1
+        self._issuing = False
+
+    def _answered(self, nbytes: int, future: Any) -> None:
+        """A call ended; in a thread of TensorPipe's, or within `_issue`."""
+        problem = calls.failure(future)
+        if problem and self._peer is not None:
+            self._peer.fail(problem)  # so that the next dial takes a new connection
+        elif not future.value():
+            problem = "unheard"
+        self._answers.append((nbytes, problem))
+        if problem or self._refused or self._unsent or self.closed:
+            self._link.notice(self)
+
+    def _settle(self) -> None:
+        """Take note of the answers."""
+        while self._answers:
+            nbytes, problem = self._answers.popleft()
+            self._calls -= 1
+            self._ahead -= nbytes
+            if problem == "unheard":
+                # Its goodbye, which says how much to wait for, may still be coming.
+                self._unheard_at = self._unheard_at or time.monotonic()
+            elif problem:
+                self.fail(f"TensorPipe lost the peer: {problem}")
+
+    # -- receiving ----------
+
+    def arrive(self, sequence: int, heads: Any, bodies: Any) -> Any:
+        """Take a batch; in a thread of TensorPipe's, as little as can be."""
+        nbytes = _checked(heads, bodies, self._link.chunk_bytes)
+        if nbytes is None or type(sequence) is not int:
+            self._link.malformed += 1
+            self.fail("the peer sent what no member does")
+            return calls.done(False)
+        answer = None
+        with self._lock:
+            if self.closed:
+                return calls.done(False)
+            self._backlog += nbytes
+            if self._backlog > self._link.max_ahead:
+                answer = calls.Future[bool]()
+                self._held.append(answer)
+            self._arrived.append((sequence, heads, bodies))
+        self._link.notice(self)
+        return answer or calls.done(True)
+
+    def _sort(self) -> bool:
+        """Put what has arrived in order; whether a message can be taken."""
+        while self._arrived:
+            sequence, heads, bodies = self._arrived.popleft()
+            self._early[sequence] = (heads, bodies)
+        while (batch := self._early.pop(self._expected, None)) is not None:
+            self._inbox.extend(zip(*batch, strict=True))
+            self._expected += 1
+        return bool(self._inbox) and self._body is None
+
+    def receive(self) -> tuple[bytes, int] | None:
+        if self.closed or not (self._inbox or self._sort()) or self._body is not None:
+            return None
+        head, self._body = self._inbox.popleft()
+        self._taken += 1
+        nbody = 0 if self._body is None else len(self._body)
+        held: list[Any] = []
+        with self._lock:
+            self._backlog -= len(head) + nbody
+            if self._held and 2 * self._backlog <= self._link.max_ahead:
+                held, self._held = self._held, held
+        self._answer(held, True)
+        return head, nbody
+
+    def _answer(self, held: list[Any], value: bool) -> None:
+        if self._link.agent.alive:  # else it would crash
+            for future in held:
+                future.set_result(value)
+
+    def receive_body(self, into: memoryview) -> bool:
+        body = self._body
+        if body is None:
+            return False
+        if isinstance(body, bytes):
+            into[:] = body
+        else:  # NumPy copies without the GIL, which the next call needs
+            np.frombuffer(into, np.uint8)[:] = body.numpy()
+        self._body = None
+        return True
+
+    def discard_body(self) -> None:
+        self._body = None
+
+    # -- what happened ----------
+
+    def report(self) -> Iterator[Event]:
+        """What happened to this end; it stays noticed while something is left."""
+        noticed = self._link.noticed
+        while True:
+            noticed.pop(self, None)  # before the look: other threads add to it
+            if self.closed or (self._peer is None and not self.reason):
+                return  # an answer came late, or a call before the greeting
+            event = self._next_event()
+            if event is None:
+                break
+            noticed[self] = None
+            before = self._taken
+            yield event
+            if event.what is What.READABLE and self._taken == before:
+                return  # the mesh comes back
+        if self._body is None and self._over():
+            self._shut()
+            yield Event(What.LOST, self, self.reason)
+
+    def _next_event(self) -> Event | None:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return Event(first, self)
+        self._settle()
+        self._flush(CALLS)
+        if self._refused and 2 * self._ahead <= self._link.max_ahead:
+            self._refused = False
+            if not self.reason:
+                return Event(What.WRITABLE, self)
+        return Event(What.READABLE, self) if self._sort() else None
+
+    def _over(self) -> bool:
+        """Whether the connection has ended and everything of it was read."""
+        now = time.monotonic()
+        if self._unheard_at is not None and self._final is None and not self.reason:
+            if now - self._unheard_at < GRACE_SECONDS:
+                self._link.look_again(self)
+            else:
+                self.reason = "the peer does not know this connection"
+        if self._final is not None and not self.reason:
+            arrived = self._expected >= self._final
+            if arrived or now - self._final_at > GRACE_SECONDS:
+                self.reason = "the peer closed the connection"
+            else:
+                self._link.look_again(self)
+        return bool(self.reason)
+
+    def _shut(self) -> None:
+        with self._lock:
+            self.closed = True
+            held, self._held = self._held, []
+            self._arrived.clear()
+        calls.receivers.pop(self.token, None)
+        if self._peer is not None:
+            self._peer.listeners.pop(self, None)
+        self._answer(held, False)
+        self._inbox.clear()
+        self._unsent.clear()
+        self._early.clear()
+        self._body = None
+        self._link.forget(self)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        if self._peer is not None and not self.reason and not self._issuing:
+            self._flush(1 << 30)
+            self.control.send({"goodbye": self._sent})
+        self.reason = self.reason or "closed"
+        self._shut()
+
+
+def _outgoing(body: memoryview | None) -> Body:
+    """The body as it goes into a call; a tensor of its memory where it is large."""
+    if body is None:
+        return None
+    if body.nbytes < INLINE_BYTES:
+        return bytes(body)
+    array = np.frombuffer(body, np.uint8)
+    if body.readonly:  # torch warns, but nobody writes to it
+        array = np.asarray(_Writable(array))
+    return torch.from_numpy(array)
+
+
+class _Writable:
+    """Passes read-only memory off as writable."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+        self._owner = array
+
+
+def _checked(heads: Any, bodies: Any, chunk_bytes: int) -> int | None:
+    """The size of a batch in bytes; None: it is none."""
+    if type(heads) is not list or type(bodies) is not list or len(heads) != len(bodies):
+        return None
+    nbytes = 0
+    for head, body in zip(heads, bodies, strict=True):
+        if type(head) is not bytes or not 0 < len(head) <= MAX_HEAD_BYTES:
+            return None
+        nbytes += len(head)
+        if body is None:
+            continue
+        if isinstance(body, torch.Tensor):
+            if (
+                body.dtype != torch.uint8
+                or body.dim() != 1
+                or body.device.type != "cpu"
+            ):
+                return None
+        elif type(body) is not bytes:
+            return None
+        if not 0 < len(body) <= chunk_bytes:
+            return None
+        nbytes += len(body)
+    return nbytes

@@ -1,0 +1,225 @@
+"""The small socket beside each connection: greeting, goodbye, and the end of the peer.
+
+TensorPipe must not meet a peer that it has nothing in common with, and its own port
+must not meet a stranger at all: it aborts the process. So what a link advertises is a
+plain socket of ours. Over it both ends tell what they are before either adds the other
+to its agent; afterwards it carries one goodbye, and its end is the end of the peer.
+
+A note is 4 bytes of length, big-endian, and a JSON object.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import select
+import socket
+import struct
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+PROTOCOL: Final = 1
+NOTE_BYTES: Final = 16 * 1024
+_LENGTH: Final = struct.Struct(">I")
+
+
+class BadNote(ValueError):
+    """What came is no note, or not the one that must come now."""
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What an end of a connection tells the other.
+
+    Attributes:
+        torch: The release of torch: TensorPipe's own protocol has no version.
+        agent: Id of its agent.
+        url: Where its agent is reached; "" for an agent of the application.
+        worker: The agent's name in the application's RPC group, or "".
+        channels: TensorPipe's channels, best first.
+        token: What calls to this end of the connection must carry.
+        link: The link that is dialled ("": whoever listens there).
+        member: What device maps call this process.
+        cuda_devices: How many CUDA devices it has for tensors.
+    """
+
+    torch: str
+    agent: str
+    url: str
+    worker: str
+    channels: tuple[str, ...]
+    token: str
+    link: str = ""
+    member: str = ""
+    cuda_devices: int = 0
+    protocol: int = PROTOCOL
+
+    def note(self) -> dict[str, Any]:
+        """As it travels."""
+        return {"greeting": asdict(self)}
+
+
+def greeting_of(note: dict[str, Any]) -> Greeting:
+    """The greeting in a note.
+
+    Raises:
+        BadNote: There is none, or one of another form.
+    """
+    fields = note.get("greeting")
+    if not isinstance(fields, dict):
+        raise BadNote("no greeting")
+    if fields.get("protocol") != PROTOCOL:
+        raise BadNote(
+            f"it speaks version {fields.get('protocol')!r} of this link's protocol, "
+            f"this member speaks {PROTOCOL}; install the same tensormq everywhere"
+        )
+    known = Greeting.__dataclass_fields__
+    if set(fields) != set(known):
+        raise BadNote("a greeting with other fields")
+    channels, count = fields["channels"], fields["cuda_devices"]
+    texts = [v for k, v in fields.items() if known[k].type == "str"]
+    if (
+        not all(isinstance(text, str) and len(text) <= 1024 for text in texts)
+        or not isinstance(channels, list)
+        or not all(isinstance(name, str) for name in channels)
+        or type(count) is not int
+        or not 0 <= count < 1024
+        or len(fields["token"]) != 32
+    ):
+        raise BadNote("a greeting of other types")
+    try:
+        bytes.fromhex(fields["token"])
+    except ValueError as error:
+        raise BadNote("a token that is none") from error
+    return Greeting(**{**fields, "channels": tuple(channels)})
+
+
+class Control:
+    """A socket that carries notes; never waits.
+
+    Attributes:
+        ended: Why nothing more comes; "" while something may.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.ended = ""
+        self.fd = sock.fileno()
+        self._socket = sock
+        self._unsent = bytearray()
+        self._received = bytearray()
+        sock.setblocking(False)
+
+    @property
+    def events(self) -> int:
+        """What to ask epoll for."""
+        return select.EPOLLIN | (select.EPOLLOUT if self._unsent else 0)
+
+    @property
+    def remote(self) -> str:
+        """The peer's address, for people."""
+        try:
+            host, port = self._socket.getpeername()[:2]
+        except OSError:
+            return "an unknown address"
+        return f"{host}:{port}"
+
+    def send(self, note: dict[str, Any]) -> None:
+        """Send a note, or keep what the kernel does not take at once."""
+        text = json.dumps(note).encode()
+        self._unsent += _LENGTH.pack(len(text)) + text
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is left."""
+        try:
+            while self._unsent and not self.ended:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOTCONN, errno.EINPROGRESS):
+                self.ended = error.strerror or str(error)
+
+    def take(self) -> dict[str, Any] | None:
+        """The next note that is complete.
+
+        Raises:
+            BadNote: What came is none.
+        """
+        self._read()
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if not 0 < length <= NOTE_BYTES:
+            raise BadNote(f"a note of {length} bytes")
+        stop = _LENGTH.size + length
+        if len(self._received) < stop:
+            return None
+        text = bytes(self._received[_LENGTH.size : stop])
+        del self._received[:stop]
+        try:
+            note = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise BadNote("a note that is no JSON") from error
+        if not isinstance(note, dict):
+            raise BadNote("a note that is no object")
+        return note
+
+    def _read(self) -> None:
+        try:
+            while not self.ended and len(self._received) <= NOTE_BYTES:
+                piece = self._socket.recv(4096)
+                self._received += piece
+                if not piece:
+                    self.ended = "the peer closed its socket"
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self.ended = error.strerror or str(error)
+
+    def close(self) -> None:
+        """Idempotent. What was sent still arrives."""
+        self.ended = self.ended or "closed"
+        self._socket.close()
+
+
+def dial(host: str, port: int) -> Control:
+    """Begin to connect; what is sent meanwhile is kept.
+
+    Raises:
+        OSError: It cannot even begin.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    control = Control(sock)
+    try:
+        code = sock.connect_ex((host, port))
+        if code not in (0, errno.EINPROGRESS):
+            raise OSError(code, errno.errorcode.get(code, str(code)))
+    except BaseException:
+        control.close()
+        raise
+    return control
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listener that never waits.
+
+    Raises:
+        OSError: Its text names the address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1024)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        number = error.errno or errno.EINVAL
+        raise OSError(number, f"cannot listen on {host}:{port}: {error}") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,163 @@
+"""Which GPU of a peer a tensor on one of our GPUs goes to.
+
+Pure logic on numbers: nothing here asks torch. A map is given as a mapping
+``{peer: {local: remote}}`` or as text, ``<peer>_<local GPU>_<peer's GPU>`` with commas
+in between; for a peer that it does not name every GPU goes to the one of the same
+index. TensorPipe allows each GPU of a peer once only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+DeviceMap = dict[str, dict[int, int]]
+"""By peer: its GPU for each of ours."""
+
+_DEVICE = re.compile(r"(?:cuda:)?(\d{1,4})")
+
+
+def triple(peer: str, local: int, remote: int) -> str:
+    """An entry of a map as text."""
+    return f"{peer}_{local}_{remote}"
+
+
+def parse(given: object) -> DeviceMap:
+    """A device map from what a user gave; None: an empty one.
+
+    Raises:
+        ValueError, TypeError: It is malformed; names the entry.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        entries = list(_parse_text(given))
+    elif isinstance(given, Mapping):
+        entries = list(_parse_mapping(given))
+    else:
+        raise TypeError(
+            "device_map is {peer: {local GPU: peer's GPU}} or text such as "
+            f"'1_0_1,2_0_2', not {type(given).__name__}"
+        )
+    found: DeviceMap = {}
+    for peer, local, remote in entries:
+        pairs = found.setdefault(peer, {})
+        text = triple(peer, local, remote)
+        if pairs.get(local, remote) != remote:
+            raise ValueError(
+                f"device map {text}: {triple(peer, local, pairs[local])} is there "
+                "already; a GPU goes to one GPU of each peer"
+            )
+        twin = next((a for a, b in pairs.items() if b == remote and a != local), None)
+        if twin is not None:
+            raise ValueError(
+                f"device map {text}: {triple(peer, twin, remote)} is there already; "
+                "TensorPipe sends to each GPU of a peer from one GPU only"
+            )
+        pairs[local] = remote
+    return found
+
+
+def _parse_text(text: str) -> Iterable[tuple[str, int, int]]:
+    for entry in text.split(",") if text.strip() else ():
+        peer, *numbers = entry.strip().rsplit("_", 2)
+        if not peer or len(numbers) != 2 or not all(n.isdecimal() for n in numbers):
+            raise ValueError(
+                f"device map {entry.strip()!r} is not of the form "
+                "<peer>_<local GPU>_<peer's GPU>, such as 1_0_1"
+            )
+        yield peer, int(numbers[0]), int(numbers[1])
+
+
+def _parse_mapping(given: Mapping[object, object]) -> Iterable[tuple[str, int, int]]:
+    for peer, pairs in given.items():
+        if not isinstance(pairs, Mapping):
+            raise TypeError(
+                f"device_map[{peer!r}] is {{local GPU: peer's GPU}}, not {pairs!r}"
+            )
+        if not str(peer):
+            raise ValueError("device_map names a peer without a name")
+        for local, remote in pairs.items():
+            yield str(peer), device(local), device(remote)
+
+
+def device(given: object) -> int:
+    """The index of a GPU given as 1, "1", "cuda:1" or a torch device.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    match = _DEVICE.fullmatch(str(given))
+    if match is None or isinstance(given, bool):
+        raise ValueError(f"{given!r} is no GPU: write 0, '0' or 'cuda:0'")
+    return int(match[1])
+
+
+def local_devices(given: Sequence[object] | None, count: int) -> tuple[int, ...]:
+    """The GPUs of this process that take part; None: all that it sees.
+
+    Raises:
+        ValueError: One does not exist, or is there twice.
+    """
+    if given is None:
+        return tuple(range(count))
+    found = tuple(device(item) for item in given)
+    for index in found:
+        if index >= count:
+            raise ValueError(f"local_devices names GPU {index}, but {_there(count)}")
+    if len(set(found)) < len(found):
+        raise ValueError(f"local_devices={list(found)} names a GPU twice")
+    return found
+
+
+def check_local(wanted: DeviceMap, local: Sequence[int], count: int) -> None:
+    """Refuse a map that starts at a GPU which this process does not use.
+
+    Raises:
+        ValueError: Names the entry.
+    """
+    for peer, pairs in wanted.items():
+        for ours, theirs in pairs.items():
+            text = triple(peer, ours, theirs)
+            if ours >= count:
+                raise ValueError(f"device map {text}: no GPU {ours}: {_there(count)}")
+            if ours not in local:
+                raise ValueError(
+                    f"device map {text}: GPU {ours} is not among "
+                    f"local_devices={list(local)}"
+                )
+
+
+def resolve(
+    wanted: DeviceMap, peer: str, local: Sequence[int], remote_count: int
+) -> dict[int, int]:
+    """The GPU of a peer for each of ours, once the peer has said how many it has.
+
+    Raises:
+        ValueError: The map names a GPU that the peer does not have; names the entry.
+    """
+    pairs = wanted.get(peer)
+    if pairs is None:
+        return {index: index for index in local if index < remote_count}
+    for ours, theirs in pairs.items():
+        if theirs >= remote_count:
+            raise ValueError(
+                f"device map {triple(peer, ours, theirs)}: member {peer!r} has no GPU "
+                f"{theirs}: {_there(remote_count)} there"
+            )
+    return dict(pairs)
+
+
+def describe(resolved: Mapping[str, Mapping[int, int]]) -> str:
+    """A resolved map as the text that `parse` reads."""
+    return ",".join(
+        triple(peer, ours, theirs)
+        for peer, pairs in sorted(resolved.items())
+        for ours, theirs in sorted(pairs.items())
+    )
+
+
+def _there(count: int) -> str:
+    if count == 0:
+        return "there is no CUDA device"
+    return f"there are {count}, 0 to {count - 1}" if count > 1 else "there is one, 0"

@@ -1,0 +1,60 @@
+"""What torch's libraries keep for the whole process: a log level, libuv's pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from typing import Final
+
+import torch
+
+_ERRORS: Final = 2  # of FLAGS_caffe2_log_level
+
+
+class LogLevel:
+    """Keeps TensorPipe from writing a warning to stderr for every peer that leaves."""
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+
+    @functools.cached_property
+    def _flag(self) -> ctypes.c_int | None:
+        if "TORCH_CPP_LOG_LEVEL" in os.environ:  # the user has decided
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            return ctypes.c_int.in_dll(library("libc10.so"), "FLAGS_caffe2_log_level")
+        return None
+
+    def raise_to_errors(self) -> None:
+        """Write errors only, until `restore`."""
+        if self._flag is not None and self._before is None:
+            self._before = self._flag.value
+            self._flag.value = max(self._before, _ERRORS)
+
+    def restore(self) -> None:
+        """Write again what was written before."""
+        if self._flag is not None and self._before is not None:
+            self._flag.value = self._before
+            self._before = None
+
+
+def library(name: str) -> ctypes.CDLL:
+    """A shared library of torch's, which is loaded already."""
+    return ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name))
+
+
+def open_libuv() -> None:
+    """Have libuv make now what it keeps for the life of the process: one pipe.
+
+    Else the first queue of a process would seem to leave two descriptors.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # linked in another way
+        uv = library("libtorch_cpu.so")
+        loop = ctypes.create_string_buffer(uv.uv_loop_size())
+        if uv.uv_loop_init(loop) == 0:
+            uv.uv_loop_close(loop)
+
+
+log_level = LogLevel()

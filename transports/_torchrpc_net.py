@@ -1,0 +1,96 @@
+"""Addresses: those of the link, and the URLs and interfaces of TensorPipe."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+
+from mq import addresses
+
+SCHEME = "torchrpc://"
+_INTERFACE = "TP_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_ID = re.compile(r"[0-9a-f]{1,64}")
+_SHM = re.compile(r"[0-9A-Za-z_.:/-]{1,200}")
+
+
+def split(address: str) -> tuple[str, int, str]:
+    """Host, port and link id ("": not known) of ``torchrpc://host:port/id``.
+
+    Raises:
+        ValueError: It is none.
+    """
+    rest, _, id = address.removeprefix(SCHEME).partition("/")
+    parts = addresses.split_host_port(rest)
+    if (
+        not address.startswith(SCHEME)
+        or parts is None
+        or (id and not _ID.fullmatch(id))
+    ):
+        raise ValueError(f"{address!r} is not of the form torchrpc://host:port")
+    return parts[0].strip("[]"), parts[1], id
+
+
+def check_url(url: str, transports: Sequence[str]) -> None:
+    """Refuse a URL that TensorPipe would abort the process for.
+
+    Raises:
+        ValueError: It is malformed, or of a transport that is not in use here.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme not in transports:
+        raise ValueError(f"its TensorPipe transport {scheme!r} is not used here")
+    if scheme == "shm":
+        good = _SHM.fullmatch(rest) is not None
+    else:
+        host, port = addresses.split_host_port(rest) or ("", 0)
+        try:
+            ipaddress.ip_address(host.strip("[]").partition("%")[0])
+            good = port > 0
+        except ValueError:
+            good = False
+    if not good:
+        raise ValueError(f"{url[:100]!r} is no URL of TensorPipe's")
+
+
+@contextlib.contextmanager
+def listen_on(host: str) -> Iterator[None]:
+    """Have the agent that is started in this block listen on this host's interface.
+
+    TensorPipe looks only at its environment variable, and that once per process.
+
+    Raises:
+        OSError: No interface of this machine has the address.
+    """
+    if _INTERFACE in os.environ:  # the user has decided
+        yield
+        return
+    os.environ[_INTERFACE] = interface_of(host)
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
+
+
+def interface_of(host: str) -> str:
+    """The network interface with this IP address.
+
+    Raises:
+        OSError: There is none.
+    """
+    loopback = addresses.is_loopback(host)
+    wanted = "127.0.0.1" if loopback else host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == wanted:
+                    return name
+    raise OSError(f"no network interface has the IPv4 address {host}")

@@ -1,0 +1,437 @@
+"""torch.distributed.rpc: TensorPipe between processes and hosts.
+
+The link listens on a socket of its own and learns over it, before TensorPipe meets the
+peer, whether the two can talk (`_torchrpc_control`). Messages are calls of a function
+of the peer's, in batches (`_torchrpc_conns`), by the one agent of the process
+(`_torchrpc_agent`).
+
+TensorPipe runs what a peer pickles and aborts on what it does not understand, whoever
+connects to its port: it is for hosts on which everyone is trusted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Final
+
+import torch
+
+from mq import addresses
+from mq.mesh.poller import Poller
+from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
+from transports import _torchrpc_agent as rpc_agent
+from transports import _torchrpc_control as control
+from transports import _torchrpc_net as net
+from transports._torchrpc_conns import RpcConn
+from transports._torchrpc_control import BadNote, Control, Greeting
+
+logger = logging.getLogger(__name__)
+
+LINGER_SECONDS: Final = 0.5
+MAX_STRANGERS: Final = 256
+"""Sockets that have not greeted yet; beyond, the oldest is closed."""
+LOOK_SECONDS: Final = 0.05
+
+
+class TorchRpcLink(Link):
+    """Calls over the one TensorPipe agent of this process.
+
+    Args:
+        transports: TensorPipe's transports by name, best first: ``uv`` (TCP), ``ibv``
+            (InfiniBand), ``shm`` (keeps a core busy even when idle).
+        channels: How it moves tensors, best first: ``cma`` (reads the sender's memory,
+            one host), ``basic`` (over the transport), ``mpt_uv`` (many sockets).
+            ``("basic",)`` forces TCP.
+        infiniband: Whether TensorPipe may use InfiniBand, which it then tries first.
+        threads: Threads of TensorPipe's that take calls in; one is the fastest.
+        greeting_timeout: Seconds that a socket may take to greet.
+        trusted_network: Whether to listen on addresses that other hosts can reach.
+            Whoever reaches TensorPipe's port can run code in this process.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        reach="network", survives_fork=False
+    )
+    # Frames are dear (0.1 ms each) and copies cheap: with 1 MiB half the speed.
+    chunk_bytes = 8 * 1024 * 1024
+    max_ahead = 24 * 1024 * 1024
+
+    def __init__(
+        self,
+        *,
+        transports: Sequence[str] = ("uv",),
+        channels: Sequence[str] = ("cma", "basic"),
+        infiniband: bool = False,
+        threads: int = 1,
+        greeting_timeout: float = 5.0,
+        trusted_network: bool = False,
+    ) -> None:
+        names = tuple(transports)
+        if "ibv" in names and not infiniband:
+            raise ValueError(f"transports={names} with ibv need infiniband=True")
+        if infiniband and "ibv" not in names:
+            names = ("ibv", *names)
+        if not 0 < greeting_timeout < 3600:
+            raise ValueError(f"greeting_timeout is {greeting_timeout} s")
+        self._options = rpc_agent.Options(
+            transports=names, channels=tuple(channels), threads=threads
+        )
+        self._options.check()
+        self.agent: rpc_agent.Agent
+        self.malformed = 0
+        self.largest = MAX_HEAD_BYTES + self.chunk_bytes
+        self.noticed: dict[RpcConn, None] = {}
+        self._greeting_timeout = greeting_timeout
+        self._trusted_network = trusted_network
+        self._id = secrets.token_hex(8)
+        self._open = self._closing = False
+        self._woken = threading.Event()
+        self._listeners: dict[int, socket.socket] = {}
+        self._controls: dict[int, Control] = {}
+        self._conns: dict[int, RpcConn] = {}
+        self._alive: dict[RpcConn, None] = {}
+        self._strangers: dict[int, float] = {}
+        self._again: dict[RpcConn, float] = {}
+        self._leaving: dict[RpcConn, None] = {}
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        return rpc_agent.unusable()
+
+    # -- open ----------
+
+    def open(
+        self, poller: Poller, listen: Sequence[str], directory: str | None
+    ) -> list[str]:
+        wanted = list(listen) or [f"{net.SCHEME}127.0.0.1:0"]
+        hosts = [net.split(address)[0] for address in wanted]
+        for address in wanted:
+            if self.is_routable(address) and not self._trusted_network:
+                raise ValueError(
+                    f"listen={address!r} can be reached from other hosts, and whoever "
+                    "reaches TensorPipe's port can run code in this process, with or "
+                    "without the secret: pass trusted_network=True if that is meant"
+                )
+        self._prepare(hosts)
+        self._poller = poller
+        self._epoll = select.epoll()
+        try:
+            self.agent = rpc_agent.acquire(self._options)
+        except BaseException:
+            self._epoll.close()
+            raise
+        self._open = True
+        try:
+            poller.register(self._epoll.fileno())
+            self._check_host(hosts)
+            return [self._listen(address) for address in wanted]
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, hosts: Sequence[str]) -> None:
+        host = next((h for h in hosts if not addresses.is_loopback(h)), "127.0.0.1")
+        host = addresses.numeric_host(addresses.reachable_host(host))
+        self._options = rpc_agent.Options(
+            **{**vars(self._options), "host": host},
+        )
+        if "ibv" in self._options.transports:
+            # Read by the driver at its first use; else a fork corrupts its memory.
+            os.environ.setdefault("IBV_FORK_SAFE", "1")
+            os.environ.setdefault("RDMAV_FORK_SAFE", "1")
+
+    def _check_host(self, hosts: Sequence[str]) -> None:
+        bound = self.agent.url.partition("://")[2].rpartition(":")[0]
+        outside = any(not addresses.is_loopback(host) for host in hosts)
+        if self.agent.url and outside and addresses.is_loopback(bound):
+            raise OSError(
+                f"TensorPipe listens on {bound}, which it chose at its first start in "
+                "this process or by TP_SOCKET_IFNAME; listen on a routable address "
+                "with the first torchrpc queue of the process"
+            )
+
+    def _listen(self, address: str) -> str:
+        host, port, _ = net.split(address)
+        sock = control.listen(host if host != "*" else "0.0.0.0", port)
+        self._listeners[sock.fileno()] = sock
+        self._epoll.register(sock.fileno(), select.EPOLLIN)
+        host = addresses.reachable_host(f"[{host}]" if ":" in host else host)
+        return f"{net.SCHEME}{host}:{sock.getsockname()[1]}/{self._id}"
+
+    def new_token(self) -> bytes:
+        """What the peer of a new connection must say."""
+        return secrets.token_bytes(16)
+
+    def _greeting(self, conn: RpcConn, link: str = "") -> Greeting:
+        agent = self.agent
+        return Greeting(
+            torch=_release(torch.__version__),
+            agent=agent.id,
+            url=agent.url,
+            worker=agent.worker,
+            channels=self._options.channels,
+            token=conn.token.hex(),
+            link=link,
+        )
+
+    # -- connections ----------
+
+    def dial(self, address: str) -> Conn:
+        host, port, link = net.split(address)
+        try:
+            sock = control.dial(host, port)
+        except OSError as error:
+            nobody = self._new(address, Control(socket.socket()))
+            nobody.control.close()
+            nobody.fail(f"cannot dial {address}: {error}")
+            return nobody
+        conn = self._new(address, sock)
+        self._watch(sock)
+        self._conns[sock.fd] = conn
+        self._strangers[sock.fd] = time.monotonic() + self._greeting_timeout
+        conn.expect()
+        sock.send(self._greeting(conn, link).note())
+        self._epoll.modify(sock.fd, sock.events)
+        return conn
+
+    def _new(self, address: str, sock: Control) -> RpcConn:
+        conn = RpcConn(self, address, sock)
+        self._alive[conn] = None
+        return conn
+
+    def _watch(self, sock: Control) -> None:
+        self._controls[sock.fd] = sock
+        self._epoll.register(sock.fd, sock.events)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:  # the peer is gone already, or no descriptor is free
+            return
+        peer = Control(sock)
+        self._watch(peer)
+        self._strangers[peer.fd] = time.monotonic() + self._greeting_timeout
+        if len(self._strangers) > MAX_STRANGERS:
+            self._drop(
+                self._controls[next(iter(self._strangers))], "too many strangers"
+            )
+
+    def _serve(self, fd: int, mask: int) -> None:
+        """A socket of ours has something, or takes something."""
+        sock = self._controls.get(fd)
+        if sock is None:
+            return
+        if mask & select.EPOLLOUT:
+            sock.flush()
+        try:
+            while (note := sock.take()) is not None:
+                self._read(sock, note)
+            if not sock.ended:
+                self._epoll.modify(fd, sock.events)
+                return
+        except (BadNote, OSError) as error:
+            self._refuse(sock, str(error))
+            return
+        self._ended(sock)
+
+    def _read(self, sock: Control, note: dict[str, Any]) -> None:
+        conn = self._conns.get(sock.fd)
+        if conn is not None and "goodbye" in note and sock.fd not in self._strangers:
+            if type(note["goodbye"]) is not int or note["goodbye"] < 0:
+                raise BadNote("a goodbye that is none")
+            conn.goodbye(note["goodbye"])
+            return
+        if sock.fd not in self._strangers:
+            raise BadNote("a note that nobody expects")
+        if conn is not None and isinstance(note.get("refused"), str):
+            raise OSError(f"refused: {note['refused'][:1000]}")
+        greeting = control.greeting_of(note)
+        self._check(greeting)
+        if conn is not None:
+            conn.begin(greeting, What.OPENED)
+            del self._strangers[sock.fd]
+            return
+        conn = RpcConn(self, f"{net.SCHEME}{sock.remote}", sock)
+        conn.begin(greeting, What.ACCEPTED)
+        del self._strangers[sock.fd]
+        self._alive[conn] = None
+        self._conns[sock.fd] = conn
+        conn.expect()
+        sock.send(self._greeting(conn).note())
+
+    def _check(self, peer: Greeting) -> None:
+        """Refuse a peer that TensorPipe would abort the process for.
+
+        Raises:
+            BadNote: It says why.
+        """
+        mine = _release(torch.__version__)
+        if peer.torch != mine:
+            raise BadNote(
+                f"one end has torch {mine}, the other torch {peer.torch}; TensorPipe "
+                "does not talk between releases, so install the same everywhere"
+            )
+        if peer.link not in ("", self._id):
+            raise BadNote("the link that was dialled does not listen here any more")
+        if bool(peer.worker) != bool(self.agent.worker):
+            raise BadNote(
+                "one end uses an RPC agent that its application started, the other "
+                "does not; such agents only reach members of their own RPC group"
+            )
+        if not set(peer.channels) & set(self._options.channels):
+            raise BadNote(
+                f"no TensorPipe channel in common: {self._options.channels} and "
+                f"{peer.channels}"
+            )
+        if not peer.worker:
+            try:
+                net.check_url(peer.url, self._options.transports)
+            except ValueError as error:
+                raise BadNote(str(error)) from error
+
+    def _refuse(self, sock: Control, reason: str) -> None:
+        """End a socket over what came from it; its peer is told why."""
+        self.malformed += 1
+        if sock.fd in self._strangers:
+            sock.send({"refused": reason})
+        logger.debug("refused %s: %s", sock.remote, reason)
+        self._drop(sock, reason)
+
+    def _ended(self, sock: Control) -> None:
+        conn = self._conns.get(sock.fd)
+        if sock.fd in self._strangers:
+            self.malformed += conn is None
+            self._drop(sock, f"nobody answers at this address ({sock.ended})")
+            return
+        self._forget_control(sock)
+        if conn is not None:
+            conn.control_ended()
+
+    def _drop(self, sock: Control, reason: str) -> None:
+        conn = self._conns.get(sock.fd)
+        self._forget_control(sock)
+        if conn is not None:
+            conn.fail(reason)
+
+    def _forget_control(self, sock: Control) -> None:
+        if self._controls.get(sock.fd) is sock:
+            del self._controls[sock.fd]
+            self._strangers.pop(sock.fd, None)
+            self._conns.pop(sock.fd, None)
+            self._epoll.unregister(sock.fd)
+        sock.close()
+
+    # -- what happened ----------
+
+    def notice(self, conn: RpcConn) -> None:
+        """Have `poll` look at a connection; from any thread, takes no lock."""
+        if self._open:
+            self.noticed[conn] = None
+            if self._closing:
+                self._woken.set()
+            self._poller.wake()
+
+    def look_again(self, conn: RpcConn) -> None:
+        """Have a later `poll` look at a connection that waits for a moment."""
+        self._again.setdefault(conn, time.monotonic() + LOOK_SECONDS)
+
+    def forget(self, conn: RpcConn) -> None:
+        """A connection is closed: report nothing more of it."""
+        self._forget_control(conn.control)
+        self._alive.pop(conn, None)
+        self.noticed.pop(conn, None)
+        self._again.pop(conn, None)
+        if conn.unanswered:
+            self._leaving[conn] = None
+
+    def poll(self) -> Iterator[Event]:
+        if not self._open:
+            return
+        for fd, mask in self._epoll.poll(0, 64):
+            if fd in self._listeners:
+                self._accept(self._listeners[fd])
+            else:
+                self._serve(fd, mask)
+        if self._strangers or self._again or self._leaving:
+            self._look_after()
+        for conn in list(self.noticed):
+            if conn in self.noticed:
+                yield from conn.report()
+
+    def _look_after(self) -> None:
+        """What time brings: silent strangers, late batches, answers to the closed."""
+        now = time.monotonic()
+        for fd in [fd for fd, until in self._strangers.items() if until < now]:
+            self._drop(
+                self._controls[fd], f"no greeting within {self._greeting_timeout:g} s"
+            )
+        for conn in [conn for conn, at in self._again.items() if at < now]:
+            del self._again[conn]
+            self.noticed[conn] = None
+        for conn in [conn for conn in self._leaving if not conn.unanswered]:
+            del self._leaving[conn]
+
+    def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
+        usable = []
+        for address in candidates:
+            try:
+                net.split(address)
+            except ValueError:
+                continue
+            if same_host or self.is_routable(address):
+                usable.append(address)
+        return usable
+
+    def is_routable(self, address: str) -> bool:
+        return not addresses.is_loopback(net.split(address)[0])
+
+    # -- end ----------
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        self._closing = True
+        for conn in list(self._alive):
+            conn.close()
+        deadline = time.monotonic() + LINGER_SECONDS
+        while any(conn.unanswered for conn in self._leaving):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._woken.clear()
+            if any(conn.unanswered for conn in self._leaving):
+                self._woken.wait(left)
+        self._open = False
+        self.noticed.clear()
+        self._leaving.clear()
+        for sock in list(self._controls.values()):
+            self._forget_control(sock)
+        for listener in self._listeners.values():
+            listener.close()
+        self._listeners.clear()
+        self._poller.unregister(self._epoll.fileno())
+        self._epoll.close()
+        rpc_agent.release(self.agent)
+
+    def abandon(self) -> None:
+        # The agent was let go of by the fork itself.
+        if not self._open:
+            return
+        self._open = False
+        self._epoll.close()
+        for listener in self._listeners.values():
+            listener.close()
+        for sock in self._controls.values():
+            sock.close()
+
+
+def _release(version: str) -> str:
+    """Major and minor version: within a release TensorPipe's protocol is the same."""
+    return ".".join(version.split(".")[:2])
