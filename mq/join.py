@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import resource
@@ -162,9 +163,10 @@ def join(
 def check_descriptors() -> None:
     """Raises: TransportUnavailable, if this process may open too few descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = 0
-    with contextlib.suppress(OSError):
+    try:
         used = len(os.listdir("/proc/self/fd"))
+    except OSError as error:  # where it cannot be known, but for one reason
+        used = limit if error.errno == errno.EMFILE else 0
     if limit != resource.RLIM_INFINITY and used + SPARE_DESCRIPTORS > limit:
         raise TransportUnavailable(
             f"{used} file descriptors are open and RLIMIT_NOFILE is {limit}, but a "

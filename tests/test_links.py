@@ -94,6 +94,31 @@ def test_the_accepting_end_keeps_them_too(
     promise(make, False)
 
 
+def test_room_made_while_an_inproc_end_reports_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other end's thread may receive at any moment of a poll."""
+    with World(InprocLink) as world:
+        sender = world.members[0]
+        dialled, accepted = world.connect()
+        body = memoryview(bytes(1 << 20))
+        while dialled.try_send(b"head", body):
+            pass
+        look = dialled._has_room  # type: ignore[attr-defined]
+
+        def look_and_receive() -> bool:
+            found: bool = look()
+            while accepted.receive() is not None:
+                accepted.discard_body()
+            return found
+
+        monkeypatch.setattr(dialled, "_has_room", look_and_receive)
+        sender.link.noticed[dialled] = None  # type: ignore[attr-defined]
+        for _ in range(3):
+            sender.pump()
+        assert dialled in sender.conns(What.WRITABLE)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("make", FORKS.values(), ids=FORKS)
 def test_a_forked_child_opens_links_and_leaves_the_parent_alone(

@@ -142,10 +142,10 @@ class _End(Conn):
         if self._first is not None:
             first, self._first = self._first, None
             yield Event(first, self)
-        if self._has_room():
-            yield Event(What.WRITABLE, self)
         while not self._closed:
-            noticed.pop(self, None)  # before the look at the inbox: others fill it
+            noticed.pop(self, None)  # before looking: others change what is seen
+            if self._has_room():
+                yield Event(What.WRITABLE, self)
             if not self._inbox or self._body is not None:
                 break
             noticed[self] = None

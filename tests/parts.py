@@ -1,0 +1,86 @@
+"""Runs the test suite in parts side by side: most of it waits for other processes.
+
+Each part is a pytest run of its own; its output is shown in one piece when it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+CONFORMANCE = "tests/test_conformance.py"
+PARTS = {
+    "conformance of zmq and inproc": [CONFORMANCE, "-k", "not (nng or torchrpc)"],
+    "conformance of nng and torchrpc": [CONFORMANCE, "-k", "nng or torchrpc"],
+    "all but conformance": ["tests", "--ignore", CONFORMANCE],
+}
+LIMIT_SECONDS = 3600.0
+PROGRESS_SECONDS = 30.0
+
+
+def main() -> int:
+    """Run them; 1 if a part failed or took too long."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pytest_args", nargs="*", help="for every part")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="mq-parts-") as directory:
+        outputs = {name: Path(directory, f"{n}.log") for n, name in enumerate(PARTS)}
+        return _run(outputs, args.pytest_args)
+
+
+def _run(outputs: dict[str, Path], extra: list[str]) -> int:
+    begin = time.monotonic()
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    failed: list[str] = []
+    try:
+        for name, arguments in PARTS.items():
+            with outputs[name].open("wb") as output:
+                running[name] = _start([*arguments, *extra], output)
+            print(f"began: {name}", flush=True)
+        spoken = begin
+        while running:
+            time.sleep(0.2)
+            if time.monotonic() - spoken > PROGRESS_SECONDS:
+                spoken = time.monotonic()
+                print(_progress(spoken - begin, running, outputs), flush=True)
+            late = time.monotonic() - begin > LIMIT_SECONDS
+            for name, process in list(running.items()):
+                if process.poll() is None and not late:
+                    continue
+                del running[name]
+                failed += [name] if late or process.returncode else []
+                if late:
+                    process.kill()
+                seconds = time.monotonic() - begin
+                print(f"\n=== {name}: ended after {seconds:.0f} s ===", flush=True)
+                print(outputs[name].read_text(errors="replace"), flush=True)
+    finally:
+        for process in running.values():
+            process.terminate()
+            process.wait()
+    print("failed: " + ", ".join(failed) if failed else "all parts passed", flush=True)
+    return 1 if failed else 0
+
+
+def _progress(seconds: float, running: Iterable[str], outputs: dict[str, Path]) -> str:
+    parts = []
+    for name in running:
+        found = re.findall(rb"\[ *(\d+)%\]", outputs[name].read_bytes())
+        parts.append(f"{name} {int(found[-1]) if found else 0} %")
+    return f"{seconds:.0f} s: " + ", ".join(parts)
+
+
+def _start(arguments: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
