@@ -98,12 +98,17 @@ class Driver(Lead):
             with self.lock:
                 ready = self._inbox.ready
                 if len(ready) > 1:
-                    found = ready[0]
-                    ready.popleft()
+                    try:
+                        found = ready[0]
+                        ready.popleft()
+                    except BaseException:
+                        if ready[0] is found:  # it is still there
+                            found = None
+                        raise
             return found
         except BaseException:
-            with self.lock:
-                if found is not None and not (ready and ready[0] is found):
+            if found is not None:
+                with self.lock:
                     if ready is self._inbox.ready:
                         ready.appendleft(found)
                     else:

@@ -202,6 +202,7 @@ class Inbox:
 
     def drop(self, subscription: Subscription) -> int:
         """Remove the messages of one subscription; how many there were."""
+        self.settle()
         self._unprepare()
         kept: deque[Item] = deque()
         dropped = 0

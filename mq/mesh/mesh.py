@@ -141,6 +141,7 @@ class Mesh:
         for session in self.sessions.values():
             if (
                 session.busy
+                or session.batch_at is not None
                 or session.answer_at is not None
                 or session.sent < len(session.frames)
             ):
@@ -153,7 +154,7 @@ class Mesh:
             return self._last_poll
         deadline = self._next_tick
         for session in self.sessions.values():
-            if session.conn is None or session.blocked:
+            if not session.can_send():
                 continue
             if session.answer_at is not None and session.answer_at < deadline:
                 deadline = session.answer_at
@@ -163,8 +164,11 @@ class Mesh:
 
     def batch_deadline(self) -> float:
         """When the first batch that is held must leave; infinity where none is."""
-        held = [s.batch_at for s in self.sessions.values() if s.batch_at is not None]
-        return min(held, default=float("inf"))
+        deadline = float("inf")
+        for session in self.sessions.values():
+            if session.batch_at is not None and session.can_send():
+                deadline = min(deadline, session.batch_at)
+        return deadline
 
     def replace(self, reason: str) -> None:
         """Another member has this one's name: nothing is published any more."""

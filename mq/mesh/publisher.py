@@ -103,7 +103,11 @@ class Publisher:
         if not topic.feeds:
             topic.stats.nobody += 1
             topic.trim()
-        elif type(data) is Large or len(topic.view[2]) in (1, _TRIM_EVERY):
+        elif (
+            type(data) is Large
+            or len(topic.view[2]) == 1
+            or not len(topic.view[2]) % _TRIM_EVERY
+        ):
             topic.trim()
         return message
 
@@ -113,6 +117,8 @@ class Publisher:
     ) -> None:
         """Let go of the chunks of a large message that every subscriber has."""
         assert isinstance(message.data, Large)
+        if message.data.owned:  # for later subscribers, too, as it is retained
+            return
         message.data.free_before(min(s.first_needed(topic, message) for s in sessions))
 
     def release(
@@ -204,12 +210,12 @@ class Publisher:
 
     @staticmethod
     def _drop(feed: Feed) -> None:
+        feed.end()  # first, so that nothing looks for its messages after an interrupt
+        if feed in feed.session.busy:
+            feed.session.busy.remove(feed)
         if feed in feed.topic.feeds:
             feed.topic.feeds.remove(feed)
             feed.topic.refresh()
-        feed.end()
-        if feed in feed.session.busy:
-            feed.session.busy.remove(feed)
         feed.topic.trim()
 
     def repair(self, sessions: Sequence[Session]) -> None:

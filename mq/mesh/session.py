@@ -107,6 +107,10 @@ class Session:
         """False once the session is forgotten."""
         return self.fate is None
 
+    def can_send(self) -> bool:
+        """Whether the connection is there and, as far as is known, has room."""
+        return self.conn is not None and not self.blocked
+
     # -- connection ----------
 
     def attach(self, conn: Conn, received: int, now: float) -> None:
@@ -360,6 +364,7 @@ class Session:
         )
         begins = feed.progress is None
         feed.progress = None if last else (message, index + 1)
+        feed.on_wire = feed.keep is not None
         if begins:
             feed.framed(message.sequence)
             feed.topic.trim()
@@ -401,7 +406,8 @@ class Session:
         self.batch_at = None
         leaving = {feed for f in self.frames for feed, _ in f.completes or ()}
         for feed in self.feeds.values():
-            feed.on_wire = feed.keep is not None and feed in leaving
+            begun = feed in leaving or feed.progress is not None
+            feed.on_wire = feed.keep is not None and begun
             if feed not in self.busy:
                 self.busy.append(feed)
 

@@ -58,12 +58,13 @@ FLAG_ANSWER: Final = 1
 """The sender waits for this frame's RECEIVED: answer at once."""
 FLAG_LAST: Final = 2
 """This CHUNK is the last of its message."""
+MAX_SEQUENCE: Final = 2**63 - 1
 MAX_GAP: Final = 63
 """Bytes of padding between buffers that a CHUNK may skip at most."""
 
 
-Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-SequenceNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
+SequenceNumber = Annotated[int, msgspec.Meta(ge=-1, le=MAX_SEQUENCE)]
 SubscriptionId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Keep = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
@@ -173,6 +174,8 @@ def runs(
         start += RUN_BYTES
         if not 0 < count <= (size - start) // MESSAGE_BYTES:
             raise Malformed(f"run of {count} messages in {size - start} bytes")
+        if first + count > MAX_SEQUENCE:
+            raise Malformed(f"run from sequence {first}")
         numbers = struct.unpack_from(f"<{count}d{count}I", view, start)
         start += count * MESSAGE_BYTES
         ends = list(accumulate(numbers[count:], initial=start))
@@ -209,6 +212,8 @@ def parse_chunk(view: memoryview) -> Chunk:
         )
     except struct.error as error:
         raise Malformed("head of a chunk cut off") from error
+    if sequence > MAX_SEQUENCE:
+        raise Malformed(f"chunk of sequence {sequence}")
     part = view[HEADER_BYTES + CHUNK_HEAD.size :]
     if len(part) != size:
         raise Malformed(f"a first part of {len(part)} bytes in place of {size}")

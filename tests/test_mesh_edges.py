@@ -1,0 +1,235 @@
+"""The log, the batches and the inbox where something ends at the wrong moment."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted import Parcel, ScriptedConn
+from test_mesh_flow import LARGE, publish_once, subscribed
+from world import Got, World
+
+from mq.frames import Frames
+from mq.mesh import wire
+from mq.mesh.driver import Driver
+from mq.mesh.outgoing import Topic
+
+
+@pytest.fixture(autouse=True)
+def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
+
+
+def test_a_large_retained_message_stays_whole() -> None:
+    """Its chunks are not freed when those who are subscribed have them."""
+    world = subscribed("b")
+    publisher = world["a"].mesh.publisher
+    topic = publisher.topic("t")
+    frames = Frames(LARGE[:64], (memoryview(LARGE[64:]),), len(LARGE), frozenset())
+    message = publisher.publish(topic, frames, world.now, True, world.now)
+    world.settle()
+    publisher.free_received(topic, message, [world["a"].session(world["b"])])
+    world.join("late").subscribe("t")
+    world.settle()
+    assert world["late"].payloads() == [LARGE]
+
+
+def test_the_log_of_a_stopped_keep_last_subscriber_is_bounded() -> None:
+    """However many messages it keeps, and however many come."""
+    world = subscribed("b", keep=100)
+    world.stall("b")
+    for number in range(2000):
+        assert world["a"].publish("t", b"%d" % number)
+        if number % 50 == 0:
+            world.advance(0.002)
+    assert len(world["a"].mesh.publisher.topic("t").view[2]) <= 200
+
+
+def test_a_batch_whose_subscription_ends_leaves_no_deadline() -> None:
+    """Else whoever leads would never sleep again."""
+    world = World("a", "b")
+    a, b = world["a"], world["b"]
+    for topic in "tu":
+        b.subscribe(topic)
+    a.subscribe("r")
+    world.settle()
+    assert b.publish("r", b"first")
+    assert a.publish("u", b"first")
+    world.settle()
+    for member in (a, b):
+        member.payloads()
+    world.settle()
+    assert a.publish("t", b"alone")
+    assert a.publish("t", b"held")
+    world.net.deliver_all()
+    b.mesh.poll()
+    b.unsubscribe("t")
+    assert b.publish("r", b"ping")
+    world.net.deliver_all()
+    a.mesh.poll(until_message=True)
+    assert isinstance(a.recv(), Got)
+    assert a.publish("u", b"pong")
+    a.mesh.poll(until_message=True)
+    world.settle()
+    assert a.session(b).batch_at is None
+
+
+def test_the_keeper_does_not_wait_for_who_cannot_be_sent_to() -> None:
+    """A batch for a broken connection has no deadline until there is another."""
+    world = subscribed("b", "c")
+    a = world["a"]
+    publish_once(world)
+    world.partition("a", "b")
+    for _ in range(2):
+        assert a.publish("t", b"x")
+    world.cut("a", "b")
+    a.mesh.disconnect(a.session(world["b"]), "broken")
+    world.advance(0.1)
+    a.mesh.poll()
+    assert a.mesh.batch_deadline() > world.now
+
+
+def test_what_was_taken_before_unsubscribing_is_counted() -> None:
+    """Received and discarded together are all that came."""
+    world = subscribed("b")
+    publish_once(world)
+    a, b = world["a"], world["b"]
+    inbox = b.mesh.subscriber.inbox
+    inbox.prepare = lambda run, start, stop: [bytes(x) for x in run.areas[start:stop]]
+    for number in range(21):
+        assert a.publish("t", b"%d" % number)
+    world.settle()
+    stats = b.mesh.publisher.topic("t").stats
+    before = stats.received
+    for _ in range(6):
+        if len(inbox.ready) > 1:
+            inbox.ready.popleft()
+        else:
+            b.mesh.subscriber.take()
+    b.unsubscribe("t")
+    assert stats.received - before == 6
+    assert stats.discarded == 15
+
+
+def test_an_interrupt_while_a_subscription_ends_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is looked for in the log on behalf of one that has half ended."""
+    world = subscribed("b", "c")
+    publish_once(world)
+    a, b, c = (world[name] for name in "abc")
+    (feed,) = a.session(b).feeds.values()
+    for number in range(4):
+        assert a.publish("t", b"held %d" % number)
+    b.unsubscribe("t")
+    (back,) = world.net.between(b.link, a.link)
+    while back.flight:
+        world.net.deliver(back)
+    topic = a.mesh.publisher.topic("t")
+    refresh = Topic.refresh
+
+    def interrupted(self: Topic) -> None:
+        if self is topic and feed not in self.feeds:
+            monkeypatch.setattr(Topic, "refresh", refresh)
+            raise KeyboardInterrupt
+        refresh(self)
+
+    monkeypatch.setattr(Topic, "refresh", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        a.mesh.poll()
+    a.mesh.recover()
+    world.net.on_dial = lambda source, target: "fail" if "/b-" in source else "open"
+    world.advance(0.5)
+    assert len(c.payloads()) == 4
+    world.net.on_dial = lambda source, target: "open"
+    world.advance(1.0)
+    assert a.publish("t", b"on")
+    world.settle()
+    assert c.payloads() == [b"on"]
+
+
+def test_keep_last_has_one_message_on_the_wire_after_a_break_too() -> None:
+    """A large one that had begun when the connection broke still counts."""
+    world = subscribed("b", keep=1)
+    a, b = world["a"], world["b"]
+    a.link.capacity = 2
+    assert a.publish("t", LARGE)
+    for _ in range(2):
+        for conn in world.net.steps():
+            world.net.deliver(conn)
+        b.poll()
+        a.poll()
+    (feed,) = a.session(b).feeds.values()
+    assert feed.progress is not None
+    world.cut("a", "b")
+    a.link.capacity = 1000
+    for _ in range(300):
+        a.poll()
+        b.poll()
+        if a.session(b).conn is not None and a.session(b).stats.connections == 2:
+            break
+        for conn in world.net.steps():
+            world.net.deliver(conn)
+        world.now += 0.01
+    for number in range(3):
+        assert a.publish("t", bytes([number]) * 2000)
+        a.poll()
+    flying = {
+        wire.parse_chunk(memoryview(head)).sequence
+        for conn in world.net.between(a.link, b.link)
+        for head, _ in conn.flight
+        if head[0] == wire.CHUNK
+    }
+    assert flying == {0}
+
+
+def test_a_sequence_that_no_publisher_reaches_is_malformed() -> None:
+    """It could not be told to a publisher again."""
+    world = subscribed("b")
+    subscription = world["b"].mesh.subscriber.topics["t"].id
+
+    def exaggerate(conn: ScriptedConn, parcel: Parcel) -> Parcel:
+        head, body = parcel
+        if head[0] != wire.DATA:
+            return parcel
+        run = b"".join(wire.pack_run(subscription, 2**64 - 1, [0.0], [b"x"]))
+        return head[: wire.HEADER_BYTES] + run, body
+
+    world.net.tamper = exaggerate
+    assert world["a"].publish("t", b"x")
+    world.advance(0.5)
+    assert world["b"].mesh.stats.malformed >= 1
+    assert not any(isinstance(item, Got) for item in world["b"].recv_all())
+
+
+def test_a_pop_interrupted_before_it_had_an_effect_has_none() -> None:
+    """Even if another thread takes that message before the interrupt is handled."""
+
+    class Ready(deque[str]):
+        def popleft(self) -> str:
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            return super().popleft()
+
+    class Lock:
+        """Lets another thread in as soon as the interrupted one has left."""
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *exc: object) -> None:
+            if exc[0] is KeyboardInterrupt:
+                thread = threading.Thread(target=lambda: got.append(Driver.pop(driver)))
+                thread.start()
+                thread.join()
+
+    got: list[Any] = []
+    ready = Ready(["one", "two", "three", "four"])
+    driver: Any = SimpleNamespace(_inbox=SimpleNamespace(ready=ready), lock=Lock())
+    with pytest.raises(KeyboardInterrupt):
+        Driver.pop(driver)
+    assert got == ["one"]
+    assert list(ready) == ["two", "three", "four"]
