@@ -312,7 +312,7 @@ class BlockingQueue:
         peer = source.session.peer
         nbytes = len(area)
         try:
-            if area.readonly and area[3]:
+            if area.readonly and len(area) > 3 and area[3]:
                 # It has buffers and lies in a batch: give it memory of its own.
                 copy = self._pool.take(nbytes)
                 copy[:] = area

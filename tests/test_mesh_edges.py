@@ -37,6 +37,19 @@ def test_a_large_retained_message_stays_whole() -> None:
     assert world["late"].payloads() == [LARGE]
 
 
+def test_a_large_message_is_let_go_when_it_was_framed() -> None:
+    """Nothing of the topic holds its memory until the next publish."""
+    world = subscribed("b")
+    assert world["a"].publish("t", LARGE)
+    topic = world["a"].mesh.publisher.topic("t")
+    topic.total()
+    world.settle()
+    assert world["b"].payloads() == [LARGE]
+    assert topic._summed[0] is topic.view[2]
+    assert topic.view[2] == []
+    assert topic.total() == len(LARGE)
+
+
 def test_the_log_of_a_stopped_keep_last_subscriber_is_bounded() -> None:
     """However many messages it keeps, and however many come."""
     world = subscribed("b", keep=100)
@@ -205,6 +218,20 @@ def test_a_sequence_that_no_publisher_reaches_is_malformed() -> None:
     assert not any(isinstance(item, Got) for item in world["b"].recv_all())
 
 
+@pytest.mark.parametrize("state", ["closing", "forked"])
+def test_what_is_ready_is_not_handed_out_when_all_is_over(state: str) -> None:
+    """Neither in a forked child nor while the queue is being closed."""
+    ready = deque(["one", "two", "three"])
+    driver: Any = SimpleNamespace(
+        _inbox=SimpleNamespace(ready=ready),
+        lock=threading.Lock(),
+        closing=state == "closing",
+        forked=state == "forked",
+    )
+    assert Driver.pop(driver) is None
+    assert len(ready) == 3
+
+
 def test_a_pop_interrupted_before_it_had_an_effect_has_none() -> None:
     """Even if another thread takes that message before the interrupt is handled."""
 
@@ -228,7 +255,9 @@ def test_a_pop_interrupted_before_it_had_an_effect_has_none() -> None:
 
     got: list[Any] = []
     ready = Ready(["one", "two", "three", "four"])
-    driver: Any = SimpleNamespace(_inbox=SimpleNamespace(ready=ready), lock=Lock())
+    driver: Any = SimpleNamespace(
+        _inbox=SimpleNamespace(ready=ready), lock=Lock(), closing=False, forked=False
+    )
     with pytest.raises(KeyboardInterrupt):
         Driver.pop(driver)
     assert got == ["one"]

@@ -97,7 +97,7 @@ class Driver(Lead):
         try:
             with self.lock:
                 ready = self._inbox.ready
-                if len(ready) > 1:
+                if len(ready) > 1 and not (self.closing or self.forked):
                     try:
                         found = ready[0]
                         ready.popleft()

@@ -69,7 +69,8 @@ class Lead:
         self._stop = False
         self._bell = threading.Lock()
         self._bell.acquire()
-        self._nap_until = 0.0
+        self._nap_until = _NEVER
+        self._keeper_polls = False
         self._keeper = threading.Thread(
             target=self._keep, name="mq-keeper", daemon=True
         )
@@ -123,6 +124,8 @@ class Lead:
                 self._seen = mesh.changed
                 if self._followers:
                     self._changes.notify_all()
+                if self._leader not in (None, _KEEPER, threading.get_ident()):
+                    self.poller.wake()  # what it waits for may be what was found
                 for listener in self._listeners:
                     listener()
 
@@ -155,11 +158,16 @@ class Lead:
         self._asleep_until = until
         self._asleep_since = now
         ready: list[int] = []
+        if me == _KEEPER:
+            self._keeper_polls = True
         self.lock.release()
         try:
             ready = self.poller.wait(max(0.0, until - now))
         finally:
             self.lock.acquire()
+            if me == _KEEPER:
+                self._keeper_polls = False
+                self._nap_until = _NEVER
             if self._leader == me:
                 self._asleep_until = 0.0
                 self._ready = ready
@@ -223,6 +231,8 @@ class Lead:
 
     def _ring(self) -> None:
         self._nap_until = 0.0
+        if self._keeper_polls:
+            self.poller.wake()
         if self._bell.locked():
             self._bell.release()
 
@@ -232,7 +242,8 @@ class Lead:
             if nap > 0.0:
                 self._nap_until = time.monotonic() + nap
                 self._bell.acquire(timeout=nap)
-                self._nap_until = 0.0
+                # From here on it is to be told of what it may not have seen.
+                self._nap_until = _NEVER
             # Without the lock: two numbers are all that most turns look at.
             now = time.monotonic()
             nap = min(self._led_at + IDLE_SECONDS, self._batch_at) - now

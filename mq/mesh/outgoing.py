@@ -198,9 +198,9 @@ class Feed:
 
     def end(self) -> None:
         """Nothing more is framed, whatever is published."""
+        self.next = _NO_LIMIT  # first: without it the others would mean something else
         self.late = self.progress = None
         self.keep = None
-        self.next = _NO_LIMIT
 
     def queued(self) -> int:
         """How many messages are committed and not in a frame."""
@@ -353,7 +353,9 @@ class Topic:
             count = min(count, feed.position() - base)
         if count > 0:
             left = log[count:]
-            self.view = (base + count, self.total() - _size(left), left)
+            total = self.total()
+            self.view = (base + count, total - _size(left), left)
+            self._summed = (left, len(left), total)  # lets the old log go
             self.close_gate()
 
     # -- the gate ----------

@@ -1,0 +1,78 @@
+"""Who is woken when: the leader, and the keeper wherever it sleeps."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mq.mesh.lead import Lead
+
+
+class CountingPoller:
+    """Counts `wake`."""
+
+    def __init__(self) -> None:
+        self.wakes = 0
+
+    def register(self, fd: int) -> None: ...
+
+    def unregister(self, fd: int) -> None: ...
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+
+@pytest.fixture
+def lead() -> Lead:
+    """A lead whose mesh finds something with every poll; its keeper does not run."""
+    mesh: Any = SimpleNamespace(changed=0, batch_deadline=lambda: float("inf"))
+
+    def poll(*args: object, **options: object) -> None:
+        mesh.changed += 1
+
+    mesh.poll = poll
+    poller: Any = CountingPoller()
+    return Lead(mesh, poller, "a queue")
+
+
+def wakes(lead: Lead) -> int:
+    poller: Any = lead.poller
+    return int(poller.wakes)
+
+
+def test_a_sleeping_leader_is_told_what_another_thread_found(lead: Lead) -> None:
+    """What it waits for may be among it; else it would sleep to its deadline."""
+    lead._leader = threading.get_ident() + 1
+    lead._poll()
+    assert wakes(lead) == 1
+    lead._leader = threading.get_ident()
+    lead._poll()
+    assert wakes(lead) == 1
+
+
+def test_a_keeper_that_sleeps_on_the_engine_is_told_that_nobody_leads(
+    lead: Lead,
+) -> None:
+    """A call took the lead from it and left; its old deadline is too late."""
+    lead._keeper_polls = True
+    lead._leader = threading.get_ident()
+    lead._leave()
+    assert wakes(lead) == 1
+
+
+def test_a_keeper_that_is_about_to_nap_is_told_of_a_batch(lead: Lead) -> None:
+    """It may have looked before the batch was held: the bell ends its nap at once."""
+    lead._leader = None
+    lead._sent(1.0, 1.001)
+    assert lead._bell.acquire(timeout=0)
+
+
+def test_a_keeper_that_naps_briefly_is_left_alone(lead: Lead) -> None:
+    """Waking it costs the other threads the interpreter lock."""
+    lead._nap_until = 1.0005
+    lead._sent(1.0, 1.001)
+    assert not lead._bell.acquire(timeout=0)
+    assert wakes(lead) == 0
