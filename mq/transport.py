@@ -2,8 +2,8 @@
 
 A `Link` moves whole messages between this process and its peers, point to point. It
 knows no topics, no payloads and no names; `mq.mesh` turns any link into the
-publish/subscribe queue of the documentation. A backend is one file of one to two
-hundred lines; `mq.testing` proves it.
+publish/subscribe queue of the documentation. A backend is one such class; `mq.testing`
+proves it.
 
 **Messages.** A message on a link is a *head* (1 byte to `MAX_HEAD_BYTES`) and an
 optional *body* (1 byte to the link's `chunk_bytes`). The head is received as bytes; the
