@@ -16,6 +16,7 @@ from __future__ import annotations
 import pickle
 import threading
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,8 +78,9 @@ class _NngWire(Wire):
             self.close()
             raise
 
+    @abstractmethod
     def _open(self, peer: Peer) -> None:
-        raise NotImplementedError
+        """Open the sockets and have them find their peers."""
 
     def _socket(self, kind: Any, **options: Any) -> Any:
         made = kind(**self._timeouts, **options)

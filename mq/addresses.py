@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import Sequence
 
 SOCKET_PATH_BYTES = 107
 """The longest path of a unix socket."""
@@ -24,6 +25,55 @@ def split_host_port(text: str) -> tuple[str, int] | None:
         return None
     port = 0 if match[2] == "*" else int(match[2])
     return (match[1], port) if port < 65536 else None
+
+
+def split(address: str) -> tuple[str, int]:
+    """The host, IPv6 in brackets, and the port of ``scheme://host:port``.
+
+    Raises:
+        ValueError: It is not of that form.
+    """
+    wire, _, rest = address.partition("://")
+    parts = split_host_port(rest)
+    if parts is None:
+        raise ValueError(f"{address!r} is not of the form {wire or 'tcp'}://host:port")
+    return parts
+
+
+def check(address: str, wires: Sequence[str], engine: str) -> None:
+    """Refuse what a link of these wires can neither listen on nor dial.
+
+    Raises:
+        ValueError: The address is of another scheme, or malformed.
+    """
+    wire, _, rest = address.partition("://")
+    if wire not in wires or not rest:
+        forms = " or ".join(f"{wire}://..." for wire in wires)
+        raise ValueError(
+            f"{address!r} is not of the form {forms}, which {engine} needs"
+        )
+    if wire != "ipc":
+        split(address)
+
+
+def is_routable(address: str, wires: Sequence[str]) -> bool:
+    """Whether other hosts could reach a listener on an address of these wires."""
+    wire = address.partition("://")[0]
+    if wire == "ipc" or wire not in wires:
+        return False
+    return not is_loopback(split(address)[0])
+
+
+def rank(candidates: Sequence[str], wires: Sequence[str], same_host: bool) -> list[str]:
+    """The addresses that can be dialled, those of the first wire first."""
+    order = {wire: place for place, wire in enumerate(wires)}
+    usable = [
+        address
+        for address in candidates
+        if address.partition("://")[0] in order
+        and (same_host or is_routable(address, wires))
+    ]
+    return sorted(usable, key=lambda address: order[address.partition("://")[0]])
 
 
 def is_loopback(host: str) -> bool:

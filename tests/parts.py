@@ -46,7 +46,7 @@ def _run(outputs: dict[str, Path], extra: list[str]) -> int:
             print(f"began: {name}", flush=True)
         spoken = begin
         while running:
-            time.sleep(0.2)
+            time.sleep(0.2)  # between looks at several processes and the clock
             if time.monotonic() - spoken > PROGRESS_SECONDS:
                 spoken = time.monotonic()
                 print(_progress(spoken - begin, running, outputs), flush=True)

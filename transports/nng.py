@@ -95,7 +95,7 @@ class NngLink(Link):
         ]
         for address in wanted:
             if address != "ipc" or "ipc" not in self._wires:
-                self._check(address)
+                addresses.check(address, self._wires, "nng")
         engine.use()
         engine.links += 1
         self._open = True
@@ -130,22 +130,13 @@ class NngLink(Link):
         self._hear(sock)
         if wire == "ipc":
             return address
-        host = split(address)[0]
+        host = addresses.split(address)[0]
         return f"{wire}://{addresses.reachable_host(host)}:{sock.getsockname()[1]}"
 
     def _new_file(self, directory: str | None) -> str:
         if directory is None:
             directory = self._directory = tempfile.mkdtemp(prefix="mq-")
         return os.path.join(directory, f"{secrets.token_hex(6)}.nng")
-
-    def _check(self, address: str) -> None:
-        """Refuse what this link can neither listen on nor dial (ValueError)."""
-        wire, _, rest = address.partition("://")
-        if wire not in self._wires or not rest:
-            wires = " or ".join(f"{wire}://..." for wire in self._wires)
-            raise ValueError(f"{address!r} is not of the form {wires}, which nng needs")
-        if wire != "ipc":
-            split(address)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -173,7 +164,7 @@ class NngLink(Link):
         return conn
 
     def dial(self, address: str) -> Conn:
-        self._check(address)
+        addresses.check(address, self._wires, "nng")
         conn = NngConn(self, address, What.OPENED)
         self.conns[conn] = None
         try:
@@ -272,19 +263,10 @@ class NngLink(Link):
                 conn.drop()
 
     def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
-        usable = [
-            address
-            for address in candidates
-            if address.partition("://")[0] in self._wires
-            and (same_host or self.is_routable(address))
-        ]
-        return sorted(usable, key=lambda a: self._wires.index(a.partition("://")[0]))
+        return addresses.rank(candidates, self._wires, same_host)
 
     def is_routable(self, address: str) -> bool:
-        wire = address.partition("://")[0]
-        if wire == "ipc" or wire not in self._wires:
-            return False
-        return not addresses.is_loopback(split(address)[0])
+        return addresses.is_routable(address, self._wires)
 
     def close(self) -> None:
         if not self._open:
@@ -347,19 +329,6 @@ class NngIpcLink(NngLink):
     )
 
 
-def split(address: str) -> tuple[str, int]:
-    """The host, IPv6 in brackets, and the port of an address.
-
-    Raises:
-        ValueError: It has none.
-    """
-    wire, _, rest = address.partition("://")
-    parts = addresses.split_host_port(rest)
-    if parts is None:
-        raise ValueError(f"{address!r} is not of the form {wire}://host:port")
-    return parts
-
-
 def _bound_unix(path: str) -> socket.socket:
     addresses.check_socket_path(path)
     if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
@@ -369,7 +338,7 @@ def _bound_unix(path: str) -> socket.socket:
 
 
 def _bound_tcp(address: str) -> socket.socket:
-    host, port = split(address)
+    host, port = addresses.split(address)
     host = "0.0.0.0" if host == "*" else host.strip("[]")
     family, kind, _, _, target = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -399,6 +368,6 @@ def _target(address: str) -> tuple[socket.AddressFamily, Any]:
     wire, _, rest = address.partition("://")
     if wire == "ipc":
         return socket.AF_UNIX, rest
-    host, port = split(address)
+    host, port = addresses.split(address)
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     return found[0][0], found[0][4]

@@ -20,7 +20,7 @@ from mq.transport import Capabilities, Conn, What
 from transports._nng_conns import NngConn
 from transports._nng_pair import engine
 from transports._nng_tls import Dialler, Listener, TlsChannel, TlsOptions
-from transports.nng import NngLink, split
+from transports.nng import NngLink
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class NngTlsLink(NngLink):
         self, poller: Poller, listen: Sequence[str], directory: str | None
     ) -> list[str]:
         for address in listen:
-            self._check(address)
+            addresses.check(address, self._wires, "nng")
         engine.use()
         # Not in `unusable`: even this question starts NNG, which forks do not survive.
         if ffi.string(lib.nng_tls_engine_name()) == b"none":
@@ -86,7 +86,7 @@ class NngTlsLink(NngLink):
 
     def _listen(self, address: str, directory: str | None) -> str:
         assert self._tls is not None
-        host, port = split(address)
+        host, port = addresses.split(address)
         numeric = addresses.numeric_host("0.0.0.0" if host == "*" else host)
         try:
             door = Listener(f"{_SCHEME}://{numeric}:{port}", self._tls.server)
@@ -106,12 +106,12 @@ class NngTlsLink(NngLink):
             conn.start(lambda: TlsChannel(stream, self.largest))
 
     def dial(self, address: str) -> Conn:
-        self._check(address)
+        addresses.check(address, self._wires, "nng")
         assert self._tls is not None
         conn = NngConn(self, address, What.OPENED)
         self.conns[conn] = None
         try:
-            dialler = Dialler(address, self._tls.client(split(address)[0]))
+            dialler = Dialler(address, self._tls.client(addresses.split(address)[0]))
         except OSError as error:
             conn.fail(f"cannot dial {address}: {error}")
         else:

@@ -125,7 +125,7 @@ class ZmqLink(Link):
         wanted = list(listen) or [default[wire] for wire in self._wires]
         for address in wanted:
             if address != "ipc" or "ipc" not in self._wires:
-                self._check(address)
+                addresses.check(address, self._wires, "zmq")
         self._poller = poller
         self._epoll = select.epoll()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
@@ -198,7 +198,7 @@ class ZmqLink(Link):
             addresses.check_socket_path(rest)
             self._files.append(rest)
         else:
-            host, port = _split(address)
+            host, port = addresses.split(address)
             address = f"tcp://{addresses.numeric_host(host)}:{port or '*'}"
         sock.setsockopt(zmq.IPV6, int("[" in address))
         try:
@@ -209,7 +209,7 @@ class ZmqLink(Link):
         bound = sock.getsockopt_string(zmq.LAST_ENDPOINT)
         if wire == "ipc":
             return bound
-        host, port = _split(bound)
+        host, port = addresses.split(bound)
         return f"tcp://{addresses.reachable_host(host)}:{port}"
 
     def _new_file(self, directory: str | None) -> str:
@@ -217,17 +217,8 @@ class ZmqLink(Link):
             directory = self._directory = tempfile.mkdtemp(prefix="mq-")
         return os.path.join(directory, f"{secrets.token_hex(6)}.zmq")
 
-    def _check(self, address: str) -> None:
-        """Refuse what this link can neither listen on nor dial (ValueError)."""
-        wire, _, rest = address.partition("://")
-        if wire not in self._wires or not rest:
-            wires = " or ".join(f"{wire}://..." for wire in self._wires)
-            raise ValueError(f"{address!r} is not of the form {wires}, which zmq needs")
-        if wire == "tcp":
-            _split(address)
-
     def dial(self, address: str) -> Conn:
-        self._check(address)
+        addresses.check(address, self._wires, "zmq")
         name = secrets.token_bytes(16)
         try:
             sock = self._socket(zmq.DEALER, name)
@@ -290,18 +281,10 @@ class ZmqLink(Link):
                 yield from port.report()
 
     def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
-        usable = [
-            address
-            for address in candidates
-            if address.partition("://")[0] in self._wires
-            and (same_host or self.is_routable(address))
-        ]
-        return sorted(usable, key=lambda a: self._wires.index(a.partition("://")[0]))
+        return addresses.rank(candidates, self._wires, same_host)
 
     def is_routable(self, address: str) -> bool:
-        if not address.startswith("tcp://"):
-            return False
-        return not addresses.is_loopback(_split(address)[0])
+        return addresses.is_routable(address, self._wires)
 
     def close(self) -> None:
         if not self._open:
@@ -332,13 +315,6 @@ class ZmqLink(Link):
         for (_, fd), inode in self.descriptors.items():
             if inode and _inode(fd) == inode:
                 os.close(fd)
-
-
-def _split(address: str) -> tuple[str, int]:
-    parts = addresses.split_host_port(address.removeprefix("tcp://"))
-    if parts is None:
-        raise ValueError(f"{address!r} is not of the form tcp://host:port")
-    return parts
 
 
 class ZmqIpcLink(ZmqLink):

@@ -192,6 +192,8 @@ class Driver(Lead):
         """Undo `take` of a call that was interrupted."""
         with self.lock:
             self._inbox.put_back(item)
+            self._changes.notify_all()  # another thread may be waiting for it
+            self.poller.wake()
 
     # -- publish ----------
 

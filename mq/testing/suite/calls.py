@@ -109,7 +109,7 @@ async def _async_reader(queue: mq.MQ) -> list[Any]:
     got: list[Any] = []
     for k in range(20):  # cancelled again and again, and no message is lost
         waiting = asyncio.ensure_future(queue.arecv())
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the one turn in which the call begins to wait
         if k % 2:
             waiting.cancel()
         try:
