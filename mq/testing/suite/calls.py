@@ -105,6 +105,48 @@ def every_method_may_be_called_from_any_thread(group: Group) -> None:
         assert [m.digest[1] for m in got if m.digest[0] == thread] == list(range(8))
 
 
+def _ask_beside_bulk(queue: mq.MQ, rounds: int) -> list[int]:
+    asked = threading.Event()
+
+    def work(number: int) -> int:
+        bulk = 0
+        while number and not asked.is_set():
+            queue.publish("bulk", bytes(8 << 20), timeout=STEP)
+            bulk += 1
+        try:
+            for k in range(0 if number else rounds):
+                queue.publish("ask", {"question": k}, timeout=STEP)
+                assert queue.recv(timeout=STEP).payload == {"question": k}
+        finally:
+            asked.set()
+        return bulk
+
+    return _in_threads(2, work)
+
+
+def _answer(queue: mq.MQ) -> int:
+    bulk = 0
+    while (payload := queue.recv(timeout=STEP).payload) != "end":
+        if isinstance(payload, dict):
+            queue.publish("answer", payload, timeout=STEP)
+        else:
+            bulk += 1
+    return bulk
+
+
+@case("Threads")
+def small_messages_pass_beside_large_ones_of_another_thread(group: Group) -> None:
+    """Each question is answered while another thread publishes in bulk."""
+    a, b = group.members("a", "b")
+    a.subscribe("answer")
+    for topic in ("ask", "bulk"):
+        b.subscribe(topic)
+    answering = b.begin(_answer)
+    _, bulk = a.run(_ask_beside_bulk, 200)
+    a.publish("bulk", "end")
+    assert answering.result() == bulk
+
+
 async def _async_reader(queue: mq.MQ) -> list[Any]:
     got: list[Any] = []
     for k in range(20):  # cancelled again and again, and no message is lost
