@@ -155,15 +155,23 @@ class StreamConn(Framing):
         if self._room:
             self._room = self._refused = False
             yield Event(What.WRITABLE, self)
-        self.special = self._gone or self._room
+        self.special = self._gone
         if self not in busy or self._closed:
+            return
+        if self._gone and not self._held():
+            self._exhausted = True
+        if not self._exhausted and (self._held() or not self.drained):
+            yield self.readable
+        if self._closed:
             return
         if self._exhausted:
             yield from self._lose()
-        elif self.drained and not self._gone and self._end == self._start:
-            del busy[self]
-        else:
-            yield self.readable
+        elif self.drained and not (self._held() or self._gone):
+            busy.pop(self, None)
+
+    def _held(self) -> bool:
+        """Whether there may be a message in the buffer."""
+        return self._end > self._start
 
     def _lose(self) -> Iterator[Event]:
         if self.news is What.ACCEPTED and not self._exhausted:

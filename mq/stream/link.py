@@ -220,10 +220,10 @@ class StreamLink(Link):
         for conn in list(busy):
             if conn not in busy:
                 continue
-            if conn.special:
-                yield from conn.report()
-            else:
+            if not conn.special:
                 yield conn.readable
+            if conn.special and conn in busy:  # it may have ended while it was read
+                yield from conn.report()
 
     def _look(self) -> None:
         for fd, _ in self._rare.poll(0, _EVENTS):
