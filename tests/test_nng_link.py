@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from tls_files import tls_options
 import mq
 from mq.errors import ForkedProcess
 from mq.mesh.poller import Poller
-from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, Conn, What
+from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
 from transports._nng_conns import NngConn
 from transports._nng_pair import engine
 from transports.nng import NngLink
@@ -349,90 +348,6 @@ def test_options_and_addresses_that_make_no_sense_are_refused() -> None:
 
 
 # -- TLS ----------
-
-
-def test_members_with_certificates_of_another_authority_are_kept_out() -> None:
-    """Both ends refuse, whoever dialled; nothing is ever a connection."""
-    with World(tls) as world:
-
-        def stranger() -> NngTlsLink:
-            return NngTlsLink(**tls_options("stranger", "other_authority"))
-
-        with World(stranger, 1) as outside:
-            (member,) = outside.members
-            inside = world.members[0]
-            conns: list[tuple[World, Conn]] = [
-                (outside, member.link.dial(inside.addresses[0])),
-                (world, inside.link.dial(member.addresses[0])),
-            ]
-            for side, conn in conns:
-                events = side.members[0].events
-
-                def lost(events: Any = events, conn: Conn = conn) -> bool:
-                    outside.members[0].pump()
-                    return any(e.conn is conn and e.what is What.LOST for e in events)
-
-                world.nap = 0.01
-                world.until(lost, "LOST")
-            assert not inside.conns(What.ACCEPTED)
-            assert not member.conns(What.ACCEPTED)
-            assert not inside.conns(What.OPENED)
-            assert not member.conns(What.OPENED)
-
-
-def test_the_name_in_a_certificate_must_be_the_one_asked_for() -> None:
-    """`server_name` is compared with what the dialled member shows."""
-
-    def picky() -> NngTlsLink:
-        return NngTlsLink(**tls_options(), server_name="somebody.example")
-
-    with World(picky) as world:
-        conn = world.members[0].link.dial(world.members[1].addresses[0])
-        world.lost(0, conn)
-        assert not world.members[1].conns(What.ACCEPTED)
-
-
-def test_what_travels_is_encrypted(own_temporary_directory: str) -> None:
-    """A word that is sent many times is nowhere in the bytes on the wire."""
-    seen = bytearray()
-    with World(tls) as world, socket.create_server(("127.0.0.1", 0)) as server:
-        port = int(world.members[1].addresses[0].rpartition(":")[2])
-        done = threading.Thread(target=_tap, args=(server, port, seen))
-        done.start()
-        conn = world.members[0].link.dial(
-            f"tls+tcp://127.0.0.1:{server.getsockname()[1]}"
-        )
-        world.until(lambda: conn in world.members[0].conns(What.OPENED), "OPENED")
-        accepted = world.members[1].conns(What.ACCEPTED)[0]
-        for _ in range(20):
-            world.send(conn, b"a secret word", b"a secret word" * 100)
-        world.arrive(world.members[1].received.setdefault(accepted, []), 20)
-        conn.close()
-        world.lost(1, accepted)
-        done.join(PATIENCE)
-    assert len(seen) > 20 * 1300
-    assert b"secret" not in seen
-
-
-def _tap(server: socket.socket, port: int, seen: bytearray) -> None:
-    """Pass bytes on, one connection, and keep those of the dialler."""
-    client, _ = server.accept()
-    with client, socket.create_connection(("127.0.0.1", port)) as behind:
-        answers = threading.Thread(target=_copy, args=(behind, client, None))
-        answers.start()
-        _copy(client, behind, seen)
-        answers.join(PATIENCE)
-
-
-def _copy(source: socket.socket, sink: socket.socket, seen: bytearray | None) -> None:
-    try:
-        while data := source.recv(65536):
-            if seen is not None:
-                seen += data
-            sink.sendall(data)
-        sink.shutdown(socket.SHUT_WR)
-    except OSError:  # the other end has left
-        pass
 
 
 def test_certificates_that_are_missing_or_unreadable_are_named(
