@@ -57,16 +57,16 @@ _RPC, _SOCKET = "bench.raw_torchrpc:RawRpcWire", "bench.limits:SocketWire"
 BASELINES = {
     **{f"raw:nng:{wire}": Baseline(_NNG) for wire in ("ipc", "tcp")},
     **{
-        f"raw:nng:{wire}:pubsub": Baseline(_NNG, _RATE, lossy=True)
+        f"raw:nng:{wire}:pubsub": Baseline(_NNG, _RATE, lossy=True, quick=100)
         for wire in ("ipc", "tcp")
     },
-    # 640 MB take it 40 s, of which nobody learns more than of 40 MB.
+    # 640 MB take it 40 s.
     BUS: Baseline(
-        "bench.raw_nng:NngBusWire", _TO_ONE | _RATE, lossy=True, quick=100_000_000
+        "bench.raw_nng:NngBusWire", _TO_ONE | _RATE, lossy=True, quick=20_000_000
     ),
     **{f"raw:zmq:{wire}": Baseline(_ZMQ) for wire in ("ipc", "tcp")},
     **{
-        f"raw:zmq:{wire}:pubsub": Baseline(_ZMQ, _RATE, lossy=True)
+        f"raw:zmq:{wire}:pubsub": Baseline(_ZMQ, _RATE, lossy=True, quick=100)
         for wire in ("ipc", "tcp")
     },
     **{f"raw:torchrpc{wire}": Baseline(_RPC) for wire in ("", ":tcp")},

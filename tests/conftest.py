@@ -61,7 +61,8 @@ def _descriptors() -> set[str]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that listed the directory
             target = os.readlink(f"/proc/self/fd/{fd}")
-            if int(fd) not in helpers:
+            # matplotlib keeps the fonts that it has used open.
+            if int(fd) not in helpers and "/mpl-data/" not in target:
                 found.add(f"descriptor {fd} {target}")
     return found
 
