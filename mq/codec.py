@@ -165,7 +165,9 @@ class Codec:
             pass
         return decoded
 
-    def decode(self, area: memoryview, *, device: str | None = None) -> Any:
+    def decode(
+        self, area: memoryview, *, device: str | None = None, read_only: bool = False
+    ) -> Any:
         """Decode a message that may come from anybody.
 
         Args:
@@ -173,6 +175,7 @@ class Codec:
                 has buffers, writable and aligned to `frames.ALIGNMENT` bytes: arrays
                 and tensors are views of it and keep it alive.
             device: Where tensors are copied to; None leaves them on the CPU.
+            read_only: Make arrays read-only; torch has no such tensors.
 
         Returns:
             The payload. It takes up to about a hundred times the memory of the
@@ -186,7 +189,10 @@ class Codec:
             if area[:_PLAIN_NBYTES] == frames.PLAIN:
                 return _decode_plain(area)
             skeleton, buffers = frames.split(area)
-            return Unpacker(buffers, self._allow_pickle, device).unpack(skeleton)
+            if read_only:  # another process could change it while it is looked at
+                skeleton = memoryview(bytes(skeleton))
+            unpacker = Unpacker(buffers, self._allow_pickle, device, read_only)
+            return unpacker.unpack(skeleton)
         except CodecError:
             raise
         except (ArithmeticError, TypeError, ValueError, struct.error) as error:

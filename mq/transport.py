@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
+    from mq.lending import Lender, Segment
     from mq.mesh.poller import Poller
 
 MAX_HEAD_BYTES = 128 * 1024
@@ -88,10 +89,13 @@ class Conn(ABC):
         keeps_body: Whether the link may go on reading a body after `try_send`, which
             saves its copy: the mesh then gives it memory that nobody writes to while
             a view of it exists.
+        lends: Whether the peer can read this process's `Link.lender` in place: large
+            messages then travel as a reference to where they are.
     """
 
     address: str
     keeps_body: ClassVar[bool] = False
+    lends: ClassVar[bool] = False
 
     @abstractmethod
     def try_send(
@@ -129,6 +133,22 @@ class Conn(ABC):
     def discard_body(self) -> None:
         """Throw away the body that the last `receive` announced."""
 
+    def lend(self, segment: Segment) -> bool:
+        """Let the peer map a segment of `Link.lender`, once; never wait.
+
+        Returns:
+            As `try_send`. What is sent after True finds the segment mapped.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lends no memory")
+
+    def borrow(self, segment: int, offset: int, nbytes: int) -> memoryview:
+        """A part of a segment that the peer has lent, as by `mq.borrowing`.
+
+        Raises:
+            ValueError: There is no such segment, or it has no such part.
+        """
+        raise ValueError(f"{self.address} lends no memory")
+
     @abstractmethod
     def close(self) -> None:
         """Break the connection and free it; no LOST is reported. Idempotent."""
@@ -147,12 +167,15 @@ class Link(ABC):
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
         malformed: How many messages and connections were dropped because no member
             sends such.
+        lender: Memory that peers on this host read in place, where there is any; set
+            by `open`.
     """
 
     capabilities: ClassVar[Capabilities]
     chunk_bytes: int = CHUNK_BYTES
     max_ahead: int = 4 * CHUNK_BYTES
     malformed: int = 0
+    lender: Lender | None = None
 
     @classmethod
     def unusable(cls) -> str | None:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from mq.borrowing import Returns
 from mq.mesh import wire
 from mq.mesh.config import Config
 from mq.mesh.dial import Dial
@@ -64,7 +65,8 @@ class Mesh:
         self.stats = MeshStats()
         chunk_bytes = min(link.chunk_bytes for link in links)
         self.publisher = Publisher(take, chunk_bytes)
-        self.subscriber = Subscriber(take, config.max_message_bytes)
+        returns = Returns(lambda: self.wake())
+        self.subscriber = Subscriber(take, config.max_message_bytes, returns)
         self.sessions: dict[str, Session] = {}
         self.conns: dict[Conn, Session] = {}
         self.reader = Reader(self)
@@ -80,6 +82,7 @@ class Mesh:
         self.forgotten: list[Greeting] = []
         self._polling = False
         self._unfinished = False
+        self.wake: Callable[[], None] = lambda: None
         self.watch_added: Callable[[int], None] = lambda fd: None
         self.watch_removed: Callable[[int], None] = lambda fd: None
 
@@ -138,6 +141,8 @@ class Mesh:
             flush: As for `poll`.
         """
         sent = False
+        if self.subscriber.returns.queue:
+            self.subscriber.give_back()
         for session in self.sessions.values():
             if (
                 session.busy
@@ -283,6 +288,7 @@ class Mesh:
         """Carry out `forget`; may be repeated after an interrupt."""
         assert session.fate is not None
         reason, proven, superseded = session.fate
+        self._end_loans(session)
         self._cut(session)
         self._unwatch(session)
         self.greetings.cancel_redial(session)
@@ -300,6 +306,28 @@ class Mesh:
             if not superseded:
                 self.greetings.dial_estranged(session)
         del self.sessions[session.peer.incarnation]
+
+    def _end_loans(self, session: Session) -> None:
+        """The peer will not release what it was lent.
+
+        Unless its process has ended it may still read that memory, which is therefore
+        never used again.
+        """
+        if session.watch is None or not session.watch.ended():
+            for link in self.links:
+                for block in session.lent.values():
+                    if link.lender is not None:
+                        link.lender.retire(block.segment)
+        session.lent.clear()
+        session.peer_waits = False
+        self.hurry()
+
+    def hurry(self) -> None:
+        """See whether some peer waits for its memory to be given back."""
+        waits = any(session.peer_waits for session in self.sessions.values())
+        self.subscriber.returns.hurry = waits
+        if waits and self.subscriber.returns.queue:
+            self.wake()
 
     def _unwatch(self, session: Session) -> None:
         if session.watch is not None:
