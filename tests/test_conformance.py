@@ -12,6 +12,7 @@ BACKENDS = (
     "inproc",
     "nng:ipc",
     "nng:tcp",
+    "tcp",
     "torchrpc:cpu",
     "torchrpc:cuda",
     "zmq:ipc",
