@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from mq.buffers import class_bytes
+from mq.settings import memory_bytes
 
 BLOCK_BYTES: Final = 32 * 1024
 """Smaller blocks are not made: such messages are quicker through the socket."""
@@ -146,11 +147,12 @@ class Lender:
     """Segments that are used again, for any thread.
 
     Args:
-        limit_bytes: How much memory it takes from the system at most.
+        limit_bytes: How much memory it takes from the system at most; None: a quarter
+            of what this process may use.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = memory_bytes() // 4 if limit_bytes is None else limit_bytes
         self._reset()
         _lenders.add(self)
 
@@ -201,6 +203,13 @@ class Lender:
             for segment in list(self.segments.values()):
                 if not segment.out and segment.used_at <= horizon:
                     self._retire(segment)
+
+    def close(self) -> None:
+        """Give back all that is not in use; the rest goes with its last view."""
+        with self._lock:
+            self._collect()
+            for segment in list(self.segments.values()):
+                self._retire(segment)
 
     def stats(self) -> LendingStats:
         """The counters."""

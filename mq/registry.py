@@ -42,6 +42,7 @@ _TABLE: Final[dict[str, Entry]] = {
     "nng:ipc": Entry("transports.nng:NngIpcLink", "pynng", {"wires": ("ipc",)}),
     "nng:tcp": Entry("transports.nng:NngLink", "pynng", {"wires": ("tcp",)}),
     "nng:tls": Entry("transports.nng_tls:NngTlsLink", "pynng"),
+    "shm": Entry("transports.shm:ShmLink"),
     "tcp": Entry("transports.tcp:TcpLink"),
     "torchrpc:cpu": Entry("transports.torchrpc:TorchRpcLink", "torch"),
     "torchrpc:cuda": Entry("transports.torchrpc_cuda:TorchRpcCudaLink", "torch"),

@@ -50,6 +50,8 @@ class Capabilities:
         separate_processes: Whether members are processes; False means that members are
             threads of one process, so that process death and fork cannot be shown.
         encrypted: Whether what travels is encrypted.
+        zero_copy: Whether `subscribe(zero_copy=True)` gives views of the publisher's
+            memory, and `loan` memory that is published without a copy.
         engine_stays: Whether threads and descriptors of the engine itself, a fixed few,
             stay after the last `Link.close` until the process ends.
     """
@@ -59,6 +61,7 @@ class Capabilities:
     survives_fork: bool = True
     separate_processes: bool = True
     encrypted: bool = False
+    zero_copy: bool = False
     engine_stays: bool = False
 
 

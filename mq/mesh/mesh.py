@@ -305,6 +305,9 @@ class Mesh:
             logger.warning("gave up %s: %s", session.name, reason)
             if not superseded:
                 self.greetings.dial_estranged(session)
+        # Whoever still knows the session need not keep what was never received.
+        session.frames.clear()
+        session.sent = 0
         del self.sessions[session.peer.incarnation]
 
     def _end_loans(self, session: Session) -> None:
