@@ -89,9 +89,9 @@ class Conn(ABC):
 
     Attributes:
         address: The peer's address as far as the link knows it, for people to read.
-        keeps_body: Whether the link may go on reading a body after `try_send`, which
-            saves its copy: the mesh then gives it memory that nobody writes to while
-            a view of it exists.
+        keeps_body: Whether the link may go on reading a body for as long as it likes,
+            which saves its copy: the mesh then gives it memory that nobody writes to
+            while a view of it exists. Other links may read it until `let_go`.
         lends: Whether the peer can read this process's `Link.lender` in place: large
             messages then travel as a reference to where they are.
     """
@@ -107,11 +107,14 @@ class Conn(ABC):
         """Hand a message to the engine, all of it or nothing; never wait.
 
         Returns:
-            True: the message will be sent, and the caller may change `head`, and
-            without `keeps_body` also `body`, at once. False: not now; WRITABLE is
+            True: the message will be sent, and the caller may change `head` at once,
+            and without `keeps_body` also `body` after the next `let_go`. False: not now; WRITABLE is
             reported when it is worth trying again. On a broken connection True (the
             message is lost, as messages are at a break) and LOST is reported.
         """
+
+    def let_go(self) -> None:
+        """Copy what is still to be read of bodies; their owner takes them back."""
 
     @abstractmethod
     def receive(self) -> tuple[bytes | memoryview, int] | None:

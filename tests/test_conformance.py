@@ -10,6 +10,7 @@ from mq.testing import CASES, CLAUSES, Case, run_case
 
 BACKENDS = (
     "inproc",
+    "shm",
     "nng:ipc",
     "nng:tcp",
     "tcp",

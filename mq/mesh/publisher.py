@@ -133,6 +133,8 @@ class Publisher:
             return
         needed: set[int] = set()
         for session in sessions:
+            if session.conn is not None:
+                session.conn.let_go()
             needed |= session.chunks_needed(topic, message)
         large.own(self._take, needed)
 

@@ -150,6 +150,8 @@ class Session:
     def detach(self) -> Conn | None:
         """The connection is broken; the session waits for the next."""
         conn = self.conn
+        if conn is not None:
+            conn.let_go()  # it may go on sending while it closes
         self.partial = None
         self.blocked = False
         self.conn = None

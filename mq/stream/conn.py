@@ -220,6 +220,7 @@ class StreamConn(Framing):
         self.reason = self.reason or "closed"
         self._shut = True
         self._start = self._end = self._body = 0
+        self.let_go()
         if self._gone or self.torn or self.news is not None or self.delivered():
             self.drop()
             return

@@ -4,8 +4,8 @@
 little-endian), the head and the body.
 
 **Sending** is one system call per message. Of a message that the kernel takes only in
-part the rest is kept, the head copied and the body by reference; until it has left, the
-next message is refused.
+part the rest is kept, the head copied, the body by reference until `let_go`; until it
+has left, the next message is refused.
 
 **Receiving** is one system call for as many small messages as have arrived, into a
 buffer of the connection. A body goes straight to where the mesh wants it. After a large
@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from mq.transport import MAX_HEAD_BYTES, Conn
+from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, Conn
 
 if TYPE_CHECKING:
     from mq.stream.link import StreamLink
@@ -54,7 +54,6 @@ class Framing(Conn):
             message without a head; see `_noted`.
     """
 
-    keeps_body = True
     max_note_bytes: ClassVar[int] = 0
 
     def __init__(self, link: StreamLink, address: str) -> None:
@@ -66,6 +65,8 @@ class Framing(Conn):
         self._link = link
         self._shut = True  # not open, or lost, or a rest must leave first
         self._rest: list[memoryview] = []
+        self._borrows = False  # the last of the rest is the caller's memory
+        self._aside = bytearray()
         self._refused = False
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -135,8 +136,19 @@ class Framing(Conn):
             self._rest.append(memoryview(front)[sent:])
         if body is not None:
             self._rest.append(body[max(0, sent - len(front)) :])
+            self._borrows = True
         self._shut = True
         self._await_room()
+
+    def let_go(self) -> None:
+        if self._borrows and self._rest:
+            body = self._rest[-1]
+            if len(self._aside) < len(body):
+                self._aside = bytearray(max(len(body), CHUNK_BYTES))
+            copy = memoryview(self._aside)[: len(body)]
+            copy[:] = body
+            self._rest[-1] = copy
+        self._borrows = False
 
     def flush(self) -> None:
         """The socket has room: send the rest, then let messages be tried again."""
@@ -149,6 +161,7 @@ class Framing(Conn):
                 sent = self._send(rest)
                 while rest and sent >= len(rest[0]):
                     sent -= len(rest.pop(0))
+                self._borrows &= bool(rest)
                 if rest:
                     rest[0] = rest[0][sent:]
             except BlockingIOError:
