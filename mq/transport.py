@@ -108,12 +108,13 @@ class Conn(ABC):
 
         Returns:
             True: the message will be sent, and the caller may change `head` at once,
-            and without `keeps_body` also `body` after the next `let_go`. False: not now; WRITABLE is
-            reported when it is worth trying again. On a broken connection True (the
-            message is lost, as messages are at a break) and LOST is reported.
+            and without `keeps_body` also `body` after the next `let_go`. False: not
+            now; WRITABLE is reported when it is worth trying again. On a broken
+            connection True (the message is lost, as messages are at a break) and LOST
+            is reported.
         """
 
-    def let_go(self) -> None:
+    def let_go(self) -> None:  # noqa: B027 - most links read a body at once
         """Copy what is still to be read of bodies; their owner takes them back."""
 
     @abstractmethod

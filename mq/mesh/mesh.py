@@ -422,6 +422,10 @@ class Mesh:
         for session in list(self.sessions.values()):
             if session.watch is not None:
                 session.watch.close()
+            session.frames.clear()
+            session.lent.clear()
+        for topic in self.publisher.topics.values():
+            topic.drop_all()
         self.conns.clear()
         self.sessions.clear()
         self._watches.clear()

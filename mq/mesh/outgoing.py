@@ -358,6 +358,15 @@ class Topic:
             self._summed = (left, len(left), total)  # lets the old log go
             self.close_gate()
 
+    def drop_all(self) -> None:
+        """Let go of the memory of all messages; the counters stay."""
+        self._retained.clear()
+        total = self.total()
+        left: list[Logged] = []
+        self.view = (self.newest + 1, total, left)
+        self._summed = (left, 0, total)
+        self.close_gate()
+
     # -- the gate ----------
 
     def open_gate(self, now: float, wall: float) -> None:
