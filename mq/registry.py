@@ -37,6 +37,9 @@ class Entry:
 
 
 _TABLE: Final[dict[str, Entry]] = {
+    "auto": Entry("mq.auto:AutoLink", "", {"wire": "tcp"}),
+    "auto:nng": Entry("mq.auto:AutoNngLink", "pynng", {"wire": "nng:tcp"}),
+    "auto:zmq": Entry("mq.auto:AutoLink", "pyzmq", {"wire": "zmq:tcp"}),
     "inproc": Entry("transports.inproc:InprocLink"),
     "nng": Entry("transports.nng:NngLink", "pynng", {"wires": ("ipc", "tcp")}),
     "nng:ipc": Entry("transports.nng:NngIpcLink", "pynng", {"wires": ("ipc",)}),

@@ -220,7 +220,9 @@ class Mesh:
         self.watch(session)
         session.pump(now)
         self.changed += 1
-        logger.debug("session with %s over %s", session.name, conn.address)
+        logger.info(
+            "%r reaches %r over %s", self.config.name, session.name, conn.address
+        )
         return session
 
     def watch(self, session: Session) -> None:
