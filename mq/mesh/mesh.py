@@ -113,12 +113,15 @@ class Mesh:
             session = self._watches.get(fd)
             if session is not None:
                 self._check_process(session)
+        subscriber = self.subscriber
         for _ in range(ROUNDS_PER_POLL):
             self.reader.stopped_early = False
             for link in self.links:
                 for event in link.poll():
                     self._handle(event)
-                    if until_message and self.subscriber.inbox.fifo:
+                    if until_message and subscriber.inbox.fifo:
+                        if subscriber.copies:
+                            subscriber.copies.go_on()
                         self._unfinished = True
                         self._polling = False
                         return
@@ -129,6 +132,11 @@ class Mesh:
                 self.greetings.attempt_due(now)
             self._last_poll = now
             self._unfinished = self.pump(now, flush) or self.reader.stopped_early
+            if subscriber.copies:
+                subscriber.copies.go_on()
+                self.changed += 1
+                self._unfinished = True
+                break  # there may be something to take now
             if not self._unfinished:
                 break
         self._polling = False

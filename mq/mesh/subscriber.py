@@ -10,6 +10,7 @@ from mq.borrowing import Returns
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
+from mq.mesh.copying import Copies
 from mq.mesh.inbox import Inbox
 from mq.mesh.incoming import Arrivals, Borrow, Run, Source, Subscription
 from mq.mesh.large import Take
@@ -32,10 +33,12 @@ class Subscriber:
     Attributes:
         owed: Sessions for which `take` queued credit, until the caller sends it.
         returns: Views of publishers' memory that have died, until `give_back`.
+        copies: Messages that are being copied from there.
     """
 
     def __init__(self, take: Take, max_message_bytes: int, returns: Returns) -> None:
         self.returns = returns
+        self.copies = Copies(take)
         self.topics: dict[str, Subscription] = {}
         self.inbox = Inbox()
         self._by_id: dict[int, Subscription] = {}
@@ -239,7 +242,7 @@ class Subscriber:
         """A message lies in its publisher's memory."""
         source = self._source(session, lent.subscription)
         if source is not None and source.borrow(
-            lent, self._limit, self.inbox.fifo, borrow, self.returns
+            lent, self._limit, self.inbox.fifo, borrow, self.returns, self.copies
         ):
             self._activate(source)
         else:

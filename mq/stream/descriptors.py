@@ -72,9 +72,7 @@ class DescriptorConn(StreamConn):
     def _receive_with(self, target: memoryview) -> int:
         """`recv_into` that keeps the descriptors that come with the bytes."""
         assert self._socket is not None
-        count, extras, flags, _ = self._socket.recvmsg_into(
-            (target,), _ROOM, _CLOEXEC
-        )
+        count, extras, flags, _ = self._socket.recvmsg_into((target,), _ROOM, _CLOEXEC)
         if extras:
             for level, kind, data in extras:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
