@@ -114,8 +114,9 @@ class Conn(ABC):
             is reported.
         """
 
-    def let_go(self) -> None:  # noqa: B027 - most links read a body at once
-        """Copy what is still to be read of bodies; their owner takes them back."""
+    def let_go(self) -> None:
+        """Copy what is still to be read of bodies, for their owner takes them back."""
+        return
 
     @abstractmethod
     def receive(self) -> tuple[bytes | memoryview, int] | None:
