@@ -203,7 +203,8 @@ class Subscriber:
                 raise Malformed(f"a message of {largest} bytes is over the limit")
             if source is not None:
                 source.arrived(self.inbox.fifo, Run(source, first, times, areas))
-                self._activate(source)
+                if not source.active:
+                    self._activate(source)
 
     def _activate(self, source: Source) -> None:
         """A publisher that begins to publish gets the share of those that do."""
@@ -219,7 +220,7 @@ class Subscriber:
                 raise Malformed(f"subscription {subscription} never existed")
             return None
         source = known.sources.get(session)
-        if source is None or not source.confirmed:
+        if source is None or not source.arrivals:
             raise Malformed(f"message for unconfirmed subscription {subscription}")
         return source
 
