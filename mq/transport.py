@@ -144,6 +144,9 @@ class Link(ABC):
     Attributes:
         capabilities: What this transport can do.
         chunk_bytes: The largest body, in bytes.
+        least_chunk_bytes: The size of the chunks that a message travels in, as long as
+            there are few of them; larger where a message costs the link more than the
+            copying of a few MiB, which at both ends goes on beside the wire.
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
         malformed: How many messages and connections were dropped because no member
             sends such.
@@ -151,6 +154,7 @@ class Link(ABC):
 
     capabilities: ClassVar[Capabilities]
     chunk_bytes: int = CHUNK_BYTES
+    least_chunk_bytes: int = CHUNK_BYTES
     max_ahead: int = 4 * CHUNK_BYTES
     malformed: int = 0
 

@@ -88,15 +88,16 @@ class Large:
             self.chunks[index] = None
 
 
-def cut(frames: Frames, chunk_bytes: int) -> Large:
+def cut(frames: Frames, chunk_bytes: int, least: int = CHUNK_BYTES) -> Large:
     """Cut an area into chunks: slices of its large pieces, small ones with the next.
 
     Args:
         chunk_bytes: What the links carry. Only messages of many times that size are cut
             so coarsely: several chunks must be under way for the copies at both ends to
             overlap, and another topic's message waits for one of them.
+        least: The size of the chunks of smaller messages.
     """
-    usual = max(CHUNK_BYTES, frames.nbytes // MOST_CHUNKS)
+    usual = max(least, frames.nbytes // MOST_CHUNKS)
     chunk_bytes = min(chunk_bytes, usual)
     chunks: list[Chunk | None] = []
     gathered = min(GATHER_BYTES, chunk_bytes)

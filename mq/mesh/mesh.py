@@ -63,7 +63,8 @@ class Mesh:
         self._take = take
         self.stats = MeshStats()
         chunk_bytes = min(link.chunk_bytes for link in links)
-        self.publisher = Publisher(take, chunk_bytes)
+        least = min(chunk_bytes, *(link.least_chunk_bytes for link in links))
+        self.publisher = Publisher(take, chunk_bytes, least)
         self.subscriber = Subscriber(take, config.max_message_bytes)
         self.sessions: dict[str, Session] = {}
         self.conns: dict[Conn, Session] = {}
