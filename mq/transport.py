@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -129,6 +129,14 @@ class Conn(ABC):
     def discard_body(self) -> None:
         """Throw away the body that the last `receive` announced."""
 
+    def describe(self) -> Mapping[str, str]:
+        """What else people should know of this connection: how, and with whom.
+
+        For `MQ.describe` and the log, such as a device map or the name in the peer's
+        certificate; asked under the mesh's lock once messages travel.
+        """
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Break the connection and free it; no LOST is reported. Idempotent."""
@@ -150,6 +158,9 @@ class Link(ABC):
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
         malformed: How many messages and connections were dropped because no member
             sends such.
+        insecure: Whether the user has said `insecure=True`; set before `open`. The
+            mesh asks for it or a secret before it opens a link on a routable address.
+            A link asks by itself where a secret does not protect what it opens.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -157,6 +168,7 @@ class Link(ABC):
     least_chunk_bytes: int = CHUNK_BYTES
     max_ahead: int = 4 * CHUNK_BYTES
     malformed: int = 0
+    insecure: bool = False
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -206,6 +218,13 @@ class Link(ABC):
         use of the link before a thread sleeps, so that no descriptor need signal what
         such a use has taken in.
         """
+
+    def describe(self) -> Mapping[str, str]:
+        """What was chosen for the engine, by default too; for `MQ.describe` and logs.
+
+        Called between `open` and `close`.
+        """
+        return {}
 
     @abstractmethod
     def is_routable(self, address: str) -> bool:

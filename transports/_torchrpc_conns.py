@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -53,6 +53,7 @@ class RpcConn(Conn):
         self._first: What | None = None
         self._peer: calls.Peer | None = None
         self._theirs = b""
+        self._greeting: Greeting | None = None
         # sending
         self._unsent: deque[tuple[bytes, Body, int]] = deque()
         self._calls: deque[tuple[Any, int]] = deque()
@@ -91,9 +92,15 @@ class RpcConn(Conn):
             greeting.agent, greeting.url, greeting.worker
         )
         self._theirs = bytes.fromhex(greeting.token)
+        self._greeting = greeting
         self._peer.listeners[self] = self._peer_lost
         self._first = first
         self._link.notice(self)
+
+    def describe(self) -> Mapping[str, str]:
+        return (
+            {} if self._greeting is None else self._link.describe_peer(self._greeting)
+        )
 
     @property
     def unanswered(self) -> bool:

@@ -18,7 +18,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -54,8 +54,6 @@ class TorchRpcLink(Link):
         infiniband: Whether TensorPipe may use InfiniBand, which it then tries first.
         threads: Threads of TensorPipe's that take calls in; one is the fastest.
         greeting_timeout: Seconds that a socket may take to greet.
-        trusted_network: Whether to listen on addresses that other hosts can reach.
-            Whoever reaches TensorPipe's port can run code in this process.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -73,7 +71,6 @@ class TorchRpcLink(Link):
         infiniband: bool = False,
         threads: int = 1,
         greeting_timeout: float = 5.0,
-        trusted_network: bool = False,
     ) -> None:
         names = tuple(transports)
         if "ibv" in names and not infiniband:
@@ -91,7 +88,6 @@ class TorchRpcLink(Link):
         self.largest = MAX_HEAD_BYTES + self.chunk_bytes
         self.noticed: dict[RpcConn, None] = {}
         self._greeting_timeout = greeting_timeout
-        self._trusted_network = trusted_network
         self._id = secrets.token_hex(8)
         self._open = self._closing = False
         self._looked_at = 0.0
@@ -116,11 +112,11 @@ class TorchRpcLink(Link):
         wanted = list(listen) or [f"{net.SCHEME}127.0.0.1:0"]
         hosts = [net.split(address)[0] for address in wanted]
         for address in wanted:
-            if self.is_routable(address) and not self._trusted_network:
+            if self.is_routable(address) and not self.insecure:
                 raise ValueError(
                     f"listen={address!r} can be reached from other hosts, and whoever "
                     "reaches TensorPipe's port can run code in this process, with or "
-                    "without the secret: pass trusted_network=True if that is meant"
+                    "without the secret: pass insecure=True if that is meant"
                 )
         self._prepare(hosts)
         self._poller = poller
@@ -386,6 +382,24 @@ class TorchRpcLink(Link):
             self.noticed[conn] = None
         for conn in [conn for conn in self._leaving if not conn.unanswered]:
             del self._leaving[conn]
+
+    def describe(self) -> Mapping[str, str]:
+        used = self.agent.options
+        if self.agent.worker:
+            return {"agent": f"the application's, {self.agent.worker!r} of its group"}
+        return {
+            "agent": self.agent.url,
+            "transports": ",".join(used.transports),
+            "channels": ",".join(used.channels),
+            "threads": str(used.threads),
+        }
+
+    def describe_peer(self, peer: Greeting) -> dict[str, str]:
+        """How TensorPipe reaches a peer; `Conn.describe` says it."""
+        if peer.worker:
+            return {"agent": peer.worker}
+        common = [name for name in self._options.channels if name in peer.channels]
+        return {"agent": peer.url, "channels": ",".join(common)}
 
     def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
         usable = []

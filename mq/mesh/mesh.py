@@ -216,7 +216,9 @@ class Mesh:
         self.watch(session)
         session.pump(now)
         self.changed += 1
-        logger.debug("session with %s over %s", session.name, conn.address)
+        if logger.isEnabledFor(logging.INFO):
+            more = "".join(f", {k} {v}" for k, v in conn.describe().items())
+            logger.info("session with %s over %s%s", session.name, conn.address, more)
         return session
 
     def watch(self, session: Session) -> None:
