@@ -64,7 +64,8 @@ class Mesh:
         self._take = take
         self.stats = MeshStats()
         chunk_bytes = min(link.chunk_bytes for link in links)
-        self.publisher = Publisher(take, chunk_bytes)
+        least = min(chunk_bytes, *(link.least_chunk_bytes for link in links))
+        self.publisher = Publisher(take, chunk_bytes, least)
         returns = Returns(lambda: self.wake())
         self.subscriber = Subscriber(take, config.max_message_bytes, returns)
         self.sessions: dict[str, Session] = {}
@@ -228,9 +229,10 @@ class Mesh:
         self.watch(session)
         session.pump(now)
         self.changed += 1
-        logger.info(
-            "%r reaches %r over %s", self.config.name, session.name, conn.address
-        )
+        if logger.isEnabledFor(logging.INFO):
+            more = "".join(f", {k} {v}" for k, v in conn.describe().items())
+            me = self.config.name
+            logger.info("%r reaches %r over %s%s", me, session.name, conn.address, more)
         return session
 
     def watch(self, session: Session) -> None:
