@@ -45,7 +45,7 @@ def keeps_messages_whole_and_in_order(make: MakeLink) -> None:
 
 
 def copies_before_it_returns(make: MakeLink) -> None:
-    """After try_send the caller may overwrite the head, and a body that is not kept."""
+    """After try_send the caller may overwrite the head, after let_go a body, too."""
     with World(make) as world:
         dialled, accepted = world.connect()
         expected: list[Content] = []
@@ -53,6 +53,7 @@ def copies_before_it_returns(make: MakeLink) -> None:
         body = bytearray(world.members[0].link.chunk_bytes)
         for value in range(10):
             head[:] = bytes([value]) * len(head)
+            dialled.let_go()
             if dialled.keeps_body:
                 body = bytearray(len(body))
             body[:] = bytes([value]) * len(body)
@@ -60,6 +61,7 @@ def copies_before_it_returns(make: MakeLink) -> None:
             world.send(dialled, head, body)
         head[:] = bytes(len(head))
         if not dialled.keeps_body:
+            dialled.let_go()
             body[:] = bytes(len(body))
         received = world.members[1].received.setdefault(accepted, [])
         world.arrive(received, len(expected))

@@ -1,0 +1,104 @@
+"""Connections over unix sockets whose messages may carry file descriptors."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from mq.stream.conn import StreamConn
+from mq.transport import What
+
+if TYPE_CHECKING:
+    from mq.stream.link import StreamLink
+
+_KERNEL_MOST: Final = 253
+"""Descriptors that the kernel passes with one call at most."""
+_ROOM: Final = socket.CMSG_SPACE(_KERNEL_MOST * array("i").itemsize)
+# As numbers: socket's enumerations take microseconds to combine.
+_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED: Final = int(socket.MSG_CTRUNC)
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+class DescriptorConn(StreamConn):
+    """A connection that passes descriptors beside its bytes.
+
+    The descriptors of a message arrive with its first byte: when `receive` returns a
+    message, its own are in `descriptors`, behind those of earlier messages.
+
+    Attributes:
+        descriptors: Those that have arrived, in order. Whoever takes one out closes it;
+            the others are closed with the connection.
+        max_descriptors: How many may wait there before the connection is broken.
+    """
+
+    passes_descriptors: ClassVar[bool] = True
+    max_descriptors: ClassVar[int] = 64
+
+    def __init__(self, link: StreamLink, address: str, news: What) -> None:
+        super().__init__(link, address, news)
+        self.descriptors: deque[int] = deque()
+
+    def start(self, sock: socket.socket) -> None:
+        super().start(sock)
+        self._receive_into = self._receive_with
+
+    def try_send_with(
+        self,
+        head: bytes | bytearray | memoryview,
+        descriptors: Sequence[int],
+        body: memoryview | None = None,
+    ) -> bool:
+        """`try_send` of a message with copies of these descriptors; they stay open."""
+        sock = self._socket
+        if sock is None:
+            return self.try_send(head, body)
+        rights = array("i", descriptors)
+
+        def send_with(parts: Sequence[memoryview | bytes]) -> int:
+            return sock.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+
+        usual, self._send = self._send, send_with
+        try:
+            return self.try_send(head, body)
+        finally:
+            self._send = usual
+
+    def _receive_with(self, target: memoryview) -> int:
+        """`recv_into` that keeps the descriptors that come with the bytes."""
+        assert self._socket is not None
+        count, extras, flags, _ = self._socket.recvmsg_into((target,), _ROOM, _CLOEXEC)
+        if extras:
+            for level, kind, data in extras:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    whole = len(data) - len(data) % array("i").itemsize
+                    self.descriptors.extend(array("i", data[:whole]))
+        if flags & _TRUNCATED:
+            raise OSError(
+                "descriptors that the peer passed could not be received: this process "
+                "has as many as it may; raise `ulimit -n`"
+            )
+        if len(self.descriptors) > self.max_descriptors:
+            self._link.malformed += 1
+            raise OSError(
+                f"the peer passed more than {self.max_descriptors} descriptors that no "
+                "message of its took"
+            )
+        return count
+
+    def abandon(self) -> None:
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+        super().abandon()
+
+
+def peer_user(sock: socket.socket) -> int:
+    """The user id of the process at the other end of a connected unix socket."""
+    size = _CREDENTIALS.size
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return int(_CREDENTIALS.unpack(credentials)[1])

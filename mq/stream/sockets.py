@@ -1,0 +1,63 @@
+"""Listening and dialling sockets, made from addresses."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Sequence
+from typing import Any
+
+from mq import addresses
+
+
+def bound_tcp(address: str) -> socket.socket:
+    """A socket bound to the host and port of ``scheme://host:port``.
+
+    Raises:
+        OSError: The host is unknown, or the port taken.
+    """
+    host, port = addresses.split(address)
+    host = "0.0.0.0" if host == "*" else host.strip("[]")
+    family, kind, _, _, target = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(target)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def tcp_targets(address: str) -> Sequence[tuple[int, Any]]:
+    """Families and socket addresses of ``scheme://host:port``.
+
+    Raises:
+        OSError: The host is unknown.
+    """
+    host, port = addresses.split(address)
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    return [(entry[0], entry[4]) for entry in found]
+
+
+def bound_unix(path: str) -> socket.socket:
+    """A socket bound to a path; one that a killed process has left there is replaced.
+
+    Raises:
+        OSError: The path is too long, or somebody listens there.
+    """
+    addresses.check_socket_path(path)
+    if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
+        os.unlink(path)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

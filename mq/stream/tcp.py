@@ -1,0 +1,78 @@
+"""What every link over TCP does with its addresses and sockets."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import socket
+import struct
+import termios
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+from mq import addresses
+from mq.mesh.poller import Poller
+from mq.stream.link import StreamLink
+from mq.stream.sockets import bound_tcp, tcp_targets
+
+_IDLE_SECONDS: Final = 10
+_PROBE_SECONDS: Final = 5
+_DEAD_SECONDS: Final = 30
+_INT: Final = struct.Struct("@i")
+
+
+class TcpStreamLink(StreamLink):
+    """Connections over TCP, to and from addresses of one scheme.
+
+    A host name is looked up while it is dialled, which waits for the resolver; other
+    members advertise numbers.
+
+    Attributes:
+        scheme: What stands before ``://`` in its addresses.
+    """
+
+    scheme: ClassVar[str]
+
+    def open(
+        self, poller: Poller, listen: Sequence[str], directory: str | None
+    ) -> list[str]:
+        wanted = list(listen) or [f"{self.scheme}://127.0.0.1:0"]
+        for address in wanted:
+            addresses.check(address, (self.scheme,), self.scheme)
+        return self.rank(self.listen(poller, wanted, directory), same_host=True)
+
+    def bind(self, address: str, directory: str | None) -> tuple[socket.socket, str]:
+        try:
+            sock = bound_tcp(address)
+        except OSError as error:
+            number = error.errno or errno.EADDRNOTAVAIL
+            raise OSError(number, f"cannot listen on {address}: {error}") from error
+        host = addresses.reachable_host(addresses.split(address)[0])
+        return sock, f"{self.scheme}://{host}:{sock.getsockname()[1]}"
+
+    def targets(self, address: str) -> Sequence[tuple[int, Any]]:
+        addresses.check(address, (self.scheme,), self.scheme)
+        return tcp_targets(address)
+
+    def name_peer(self, peer: Any) -> str:
+        host = f"[{peer[0]}]" if ":" in peer[0] else peer[0]
+        return f"{self.scheme}://{host}:{peer[1]}"
+
+    def tune(self, sock: socket.socket) -> None:
+        # The buffers are left to the kernel, which tunes them better than a number.
+        tcp = socket.IPPROTO_TCP
+        sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(tcp, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+        sock.setsockopt(tcp, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+        sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_SECONDS)
+
+    def unsent(self, sock: socket.socket) -> bool:
+        held = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, _INT.pack(0))
+        return any(_INT.unpack(held))
+
+    def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
+        return addresses.rank(candidates, (self.scheme,), same_host)
+
+    def is_routable(self, address: str) -> bool:
+        return addresses.is_routable(address, (self.scheme,))
