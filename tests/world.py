@@ -180,8 +180,14 @@ class Member:
         return True
 
     def recv(self) -> Got | MessagesLost | None:
+        inbox = self.mesh.subscriber.inbox
         item = self.mesh.subscriber.take()
-        self.mesh.subscriber.inbox.hand_over()
+        try:
+            inbox.hand_over()
+        except BaseException:
+            if not inbox.undo_take() and item is not None:
+                inbox.put_back(item)
+            raise
         if item is None or isinstance(item, MessagesLost):
             return item
         peer = item.source.session.peer

@@ -231,8 +231,7 @@ class Mesh:
         self.changed += 1
         if logger.isEnabledFor(logging.INFO):
             more = "".join(f", {k} {v}" for k, v in conn.describe().items())
-            me = self.config.name
-            logger.info("%r reaches %r over %s%s", me, session.name, conn.address, more)
+            logger.info("session with %s over %s%s", session.name, conn.address, more)
         return session
 
     def watch(self, session: Session) -> None:
