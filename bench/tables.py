@@ -217,4 +217,6 @@ def reach_of(transport: str) -> str:
     """How far a transport reaches: "process", "host" or "network"."""
     if transport == "inproc":
         return "process"
+    if transport.startswith("auto"):
+        return "network"  # beyond one host over its wire
     return "network" if limit_of(transport) == "limit:tcp" else "host"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import baselines, payloads, raw, raw_nng
-from bench.command import measure
+from bench.command import measure, unusable
 from bench.peer import Metrics, Peer, Unusable
 from bench.rows import Cell, Result, percentiles
 from bench.runner import run_cell
@@ -23,7 +23,10 @@ RAW = ["raw:nng:ipc", "raw:nng:tcp", *RAW_ZMQ, "raw:torchrpc", "raw:torchrpc:tcp
 RAW += ["raw:torch.multiprocessing"]
 FURTHER = ["raw:iceoryx2", "raw:ray", "raw:redis", "raw:zenoh"]
 BASELINES = [*RAW, "raw:nng-bus", "limit:unix", "limit:tcp", "limit:memcpy"]
-OURS = ["inproc", "nng:ipc", "nng:tcp", "torchrpc:cpu", "zmq:ipc", "zmq:tcp"]
+OURS = ["inproc", "nng:ipc", "nng:tcp", "shm", "tcp", "torchrpc:cpu"]
+OURS += ["zmq:ipc", "zmq:tcp"]
+MODES = ["shm+view", "shm+loan", "auto+loan"]
+ENCRYPTED = ["tls", "nng:tls", "raw:zmq:tcp:curve"]
 
 
 def measured(transport: str, workload: str, nbytes: int) -> dict[str, float]:
@@ -34,7 +37,7 @@ def measured(transport: str, workload: str, nbytes: int) -> dict[str, float]:
     return result.metrics
 
 
-@pytest.mark.parametrize("transport", [*BASELINES, *OURS])
+@pytest.mark.parametrize("transport", [*BASELINES, *OURS, *MODES])
 def test_latency_is_measured_on(transport: str) -> None:
     """Every transport and baseline reports its percentiles from enough samples."""
     metrics = measured(transport, "latency", 1250)
@@ -49,6 +52,17 @@ def test_latency_is_measured_on(transport: str) -> None:
 def test_nothing_is_lost_in(workload: str, nbytes: int, transport: str) -> None:
     """What waits for its receiver delivers every message."""
     assert measured(transport, workload, nbytes)["lost"] == 0
+
+
+@pytest.mark.parametrize("transport", ENCRYPTED)
+@pytest.mark.parametrize(("workload", "nbytes"), [("latency", 20_000), ("rate", 64)])
+def test_what_encrypts_gets_its_certificates(
+    workload: str, nbytes: int, transport: str
+) -> None:
+    """They are made for the cell, where openssl is there to make them."""
+    if reason := unusable(transport):
+        pytest.skip(reason)
+    measured(transport, workload, nbytes)
 
 
 def test_losses_of_di_engines_queue_are_counted() -> None:

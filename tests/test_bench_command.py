@@ -93,6 +93,8 @@ def test_a_report_can_be_written_again(
     [
         (["--transports", "raw:nothing"], "no baseline 'raw:nothing'"),
         (["--transports", "zmpq:ipc"], "zmq:ipc"),
+        (["--transports", "shm+glance"], "there are +view, +loan"),
+        (["--transports", "zmq:tcp+view"], "zmq:tcp shares no memory"),
         (["--transports", ","], "no name given"),
         (["--workloads", "latent"], "no workload 'latent'"),
         (["--sizes", "12 parsecs"], "is no size"),

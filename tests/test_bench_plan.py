@@ -66,6 +66,25 @@ def test_what_is_not_installed_is_named_with_its_remedy(
     assert "no program 'redis-server'" in str(baselines.check("raw:redis"))
 
 
+def test_a_mode_is_a_row_with_the_baselines_of_its_transport() -> None:
+    """Reading the publisher's memory is measured where it makes a difference."""
+    assert baselines.raw_of("shm+view") == baselines.raw_of("shm")
+    assert baselines.limit_of("shm+loan") == "limit:memcpy"
+    cells = plan.cells(["shm", "shm+loan"], ["latency", "rate"], [64], 1, 1.0, False)
+    names = [(c.workload, c.transport) for c in cells if "raw" not in c.transport]
+    assert names == [
+        ("latency", "shm"),
+        ("latency", "limit:memcpy"),
+        ("latency", "shm+loan"),
+        ("rate", "shm"),
+    ]
+
+
+def test_encryption_is_compared_with_encryption() -> None:
+    """TLS stands beside ZeroMQ's CURVE and the plain socket."""
+    assert baselines.beside("tls", "stream") == ["raw:zmq:tcp:curve", "limit:tcp"]
+
+
 def quick(transports: list[str]) -> list[Cell]:
     return list(plan.cells(transports, list(plan.WORKLOADS), [], 3, 0.2, True))
 
