@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mq.borrowing import Key, Returns, arm
+from mq.borrowing import Key, Returns, arm, is_borrowed
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
@@ -22,7 +22,7 @@ from mq.stats import TopicStats
 if TYPE_CHECKING:
     from mq.mesh.session import Session
 
-Borrow = Callable[[int, int, int], memoryview]
+Borrow = Callable[[int, int, int, Take], memoryview]
 MOST_AT_ONCE: Final = 32
 """Messages that `recv` decodes ahead at most."""
 
@@ -345,12 +345,14 @@ class Source:
         limit: int,
         fifo: deque[Item],
         borrow: Borrow,
+        take: Take,
         returns: Returns,
     ) -> bool:
         """Take a message where it lies in the publisher's memory.
 
         Returns:
-            False: it was taken before and nobody has a view of it any more.
+            Whether it is still needed there. False: it was taken before and nobody has
+            a view of it any more, or it had to be copied.
 
         Raises:
             Malformed: There is no such memory, or no credit for it.
@@ -364,14 +366,16 @@ class Source:
                 f"announces {lent.nbytes} bytes, max_message_bytes is {limit}"
             )
         try:
-            area = borrow(lent.segment, lent.offset, lent.nbytes)
+            area = borrow(lent.segment, lent.offset, lent.nbytes, take)
         except ValueError as error:
             raise Malformed(str(error)) from error
-        token = object()
-        self.lent[sequence] = token
-        arm(area, returns, Key(self, sequence, token))
+        in_place = is_borrowed(area)
+        if in_place:
+            token = object()
+            self.lent[sequence] = token
+            arm(area, returns, Key(self, sequence, token))
         self.arrived(fifo, Run(self, sequence, (lent.published_at,), [area]))
-        return True
+        return in_place
 
     def has_returned(self, key: Key) -> bool:
         """Whether it was the view that counts, of a message that was handed over."""
