@@ -171,7 +171,7 @@ class Member:
             block = lender.take(len(payload))
             if block is not None:
                 frames.pack_into(block.area)
-            elif mesh.publisher.borrowers():
+            elif mesh.publisher.borrowers(topic):
                 return False
         message = mesh.publisher.publish(topic, frames, now, retain, now, block=block)
         mesh.publisher.own(topic, message, list(mesh.sessions.values()))
