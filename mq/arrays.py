@@ -46,9 +46,10 @@ def unpack_array(unpacker: Unpacker, body: memoryview) -> AnyArray:
     name, *dims = unpacker.decode_list(body, 1)
     dtype = dtype_of(name)
     nbytes = checked_size(dims, dtype.itemsize)
-    return with_sound_bools(
-        np.ndarray(dims, dtype, unpacker.take(nbytes) if nbytes else None)
-    )
+    buffer = unpacker.take(nbytes) if nbytes else None
+    if buffer is not None and unpacker.read_only:
+        buffer = buffer.toreadonly()
+    return with_sound_bools(np.ndarray(dims, dtype, buffer))
 
 
 def with_sound_bools(array: AnyArray) -> AnyArray:

@@ -46,6 +46,8 @@ class BlockingQueue:
     def __init__(
         self, resolved: settings.Settings, joined: Joined, codec: Codec, pool: Pool
     ) -> None:
+        from mq import borrowing  # it loads NumPy, which `import mq` does not
+
         self.name = resolved.name
         self.backend = resolved.backend
         self.capabilities: Capabilities = joined.link.capabilities
@@ -63,6 +65,7 @@ class BlockingQueue:
         self._encode = codec.encode
         self._encode_plain = codec.encode_plain
         self._decode = codec.decode
+        self._settle = borrowing.settle
         self._close_lock = threading.Lock()
         self._closed = False
         self._mesh.subscriber.inbox.prepare = self._prepare
@@ -151,10 +154,17 @@ class BlockingQueue:
         from mq import loans
 
         check_topic(topic)
+        self._topics.add(topic)
         self._driver.check()
-        loaned = loans.allocate(self._pool, shape, dtype)
+        nbytes = loans.room(shape, dtype)
+        block = self._driver.take_block(topic, nbytes, timeout)
+        memory = self._pool.take(nbytes) if block is None else block.area
+        loaned = loans.lay_out(memory, shape, dtype)
         yield loaned
-        self.publish(topic, loaned, retain=retain, timeout=timeout)
+        frames = self._encode(loaned, topic)
+        if block is not None:
+            block = loans.finish(block, frames)
+        self._publish(topic, frames, retain, False, timeout, block=block)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all that was published so far is in its subscribers' inboxes.
@@ -312,12 +322,8 @@ class BlockingQueue:
         peer = source.session.peer
         nbytes = len(area)
         try:
-            if area.readonly and len(area) > 3 and area[3]:
-                # It has buffers and lies in a batch: give it memory of its own.
-                copy = self._pool.take(nbytes)
-                copy[:] = area
-                area = copy
-            payload = self._decode(area, device=subscription.device)
+            area, in_place = self._settle(area, self._pool, subscription.zero_copy)
+            payload = self._decode(area, device=subscription.device, read_only=in_place)
         except _CodecError as error:
             subscription.stats.refused += 1
             kind = UntrustedPayload if isinstance(error, UntrustedPayload) else None
@@ -426,6 +432,7 @@ class BlockingQueue:
             peers = {
                 s.name: {
                     "wire": s.wire,
+                    "connection": {} if s.conn is None else dict(s.conn.describe()),
                     "peer_timeout": s.timeout,
                     "versions": s.peer.versions,
                     "host": s.peer.process.host,
@@ -434,6 +441,7 @@ class BlockingQueue:
                 for s in self._mesh.sessions.values()
             }
             versions = self._mesh.config.greeting().versions
+            engine = {} if self._closed else dict(joined.link.describe())
         meeting = joined.meeting
         return {
             "backend": resolved.backend,
@@ -441,6 +449,7 @@ class BlockingQueue:
             "name": resolved.name,
             "incarnation": self._mesh.config.incarnation,
             "addresses": list(joined.addresses),
+            "engine": engine,
             "rendezvous": "explicit" if meeting is None else meeting.description,
             "labels": list(resolved.labels),
             "peer_timeout": resolved.peer_timeout,

@@ -27,6 +27,18 @@ _STEPS = 8  # size classes in each power of two: rounding up wastes 12.5 % at mo
 _ADVICE: Final = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
+def copy(source: memoryview, target: memoryview) -> None:
+    """Copy bytes; other threads run meanwhile where there are many.
+
+    Args:
+        source, target: Contiguous, of the same number of bytes, format 'B'.
+    """
+    if len(source) < REGION_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
 class PoolStats(NamedTuple):
     """Counters of a pool; "in use" and "idle" are of now, the others since the start.
 

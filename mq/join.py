@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import os
 import resource
 import time
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from mq.rendezvous import Entry, Rendezvous
     from mq.settings import Settings
     from mq.transport import Link
+
+logger = logging.getLogger(__name__)
 
 PROBE_SECONDS: Final = 2.0
 """How long the holder of a name has to answer before the name is given away."""
@@ -77,6 +80,8 @@ class Joined:
     def upkeep(self) -> None:
         """Renew the lease, sweep the dead, greet who is new; never waits long."""
         self.pool.trim(IDLE_MEMORY_SECONDS)
+        if self.link.lender is not None:
+            self.link.lender.trim(IDLE_MEMORY_SECONDS)
         meeting, record, mesh = self.meeting, self.record, self.driver.mesh
         if meeting is None or record is None:
             mesh.forgotten.clear()
@@ -117,6 +122,7 @@ def join(
     deadline = time.monotonic() + settings.connect_timeout
     check_descriptors()
     link = registry.create(settings.backend, options)
+    link.insecure = settings.insecure
     meeting: Rendezvous | None = None
     poller = Poller()
     driver: Driver | None = None
@@ -157,6 +163,9 @@ def join(
         link.close()
         poller.close()
         raise
+    if logger.isEnabledFor(logging.INFO):
+        more = "".join(f", {k} {v}" for k, v in link.describe().items())
+        logger.info("%s listens on %s%s", where, ", ".join(addresses), more)
     return joined
 
 

@@ -4,39 +4,88 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from mq.buffers import copy
+from mq.frames import ALIGNMENT, align
+
 if TYPE_CHECKING:
-    from mq.buffers import Pool
+    from mq.frames import Frames
+    from mq.lending import Block
+
+_HEADER_BYTES: Final = 1024
+"""Kept free before the data for the message's header; a multiple of `ALIGNMENT`."""
 
 
-def allocate(pool: Pool, shape: Sequence[int], dtype: Any) -> Any:
-    """An uninitialised tensor or array in pooled memory.
+def _checked(shape: Sequence[int], dtype: Any) -> tuple[tuple[int, ...], Any, int]:
+    """The shape, the dtype and the size of the data in bytes."""
+    sizes = tuple(int(size) for size in shape)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"shape {sizes} has a negative size")
+    if type(dtype).__module__ != "torch":
+        dtype = np.dtype(dtype)
+        if dtype.hasobject:
+            raise ValueError(f"dtype {dtype} holds Python objects and cannot be sent")
+    return sizes, dtype, math.prod(sizes) * dtype.itemsize
 
-    Args:
-        pool: Where the memory comes from, and returns to when the last view dies.
-        shape: Of the result.
-        dtype: A torch dtype for a tensor; anything that NumPy knows for an array.
+
+def room(shape: Sequence[int], dtype: Any) -> int:
+    """How many bytes `lay_out` needs.
 
     Raises:
         ValueError: The shape is negative, or the dtype holds Python objects.
         TypeError: NumPy does not know the dtype.
     """
-    sizes = tuple(int(size) for size in shape)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"shape {sizes} has a negative size")
-    count = math.prod(sizes)
+    return _HEADER_BYTES + _checked(shape, dtype)[2]
+
+
+def lay_out(memory: memoryview, shape: Sequence[int], dtype: Any) -> Any:
+    """An uninitialised tensor or array, with room for a header before it.
+
+    Args:
+        memory: Aligned to `ALIGNMENT`, of at least `room` bytes.
+        shape: Of the result.
+        dtype: A torch dtype for a tensor; anything that NumPy knows for an array.
+    """
+    sizes, dtype, nbytes = _checked(shape, dtype)
+    data = memory[_HEADER_BYTES : _HEADER_BYTES + nbytes]
     if type(dtype).__module__ == "torch":
         import torch
 
-        if not count:
+        if not nbytes:
             return torch.empty(sizes, dtype=dtype)
-        memory = pool.take(count * dtype.itemsize)
-        return torch.frombuffer(memory, dtype=dtype).reshape(sizes)
-    kind = np.dtype(dtype)
-    if kind.hasobject:
-        raise ValueError(f"dtype {kind} holds Python objects and cannot be sent")
-    memory = pool.take(count * kind.itemsize)
-    return np.frombuffer(memory, dtype=kind, count=count).reshape(sizes)
+        return torch.frombuffer(data, dtype=dtype).reshape(sizes)
+    count = math.prod(sizes)
+    return np.frombuffer(data, dtype=dtype, count=count).reshape(sizes)
+
+
+def finish(block: Block, frames: Frames) -> Block | None:
+    """Put the header before data that was filled in place.
+
+    Args:
+        block: What the data was laid out in.
+        frames: The encoded data.
+
+    Returns:
+        The whole message, or None where its data is not in the block.
+    """
+    if len(frames.buffers) != 1:
+        return None
+    data, start = frames.buffers[0], align(len(frames.header))
+    if start > _HEADER_BYTES or _address(data) != (
+        _address(block.area) + _HEADER_BYTES
+    ):
+        return None
+    first = _HEADER_BYTES - start
+    copy(memoryview(frames.header), block.area[first : first + len(frames.header)])
+    return block.part(first, first + frames.nbytes)
+
+
+def _address(memory: memoryview) -> int:
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+assert _HEADER_BYTES % ALIGNMENT == 0

@@ -49,6 +49,9 @@ class PeerStats:
         duplicate_frames: Frames that arrived again and were dropped.
         connections: Connections of this session so far; more than 1: it was resumed.
         malformed: Frames that were not of the protocol.
+
+    `stats()` adds `lent_bytes`: messages in this member's memory that the peer has not
+    read, or still has views of.
     """
 
     sent_bytes: int = 0
@@ -95,7 +98,15 @@ def of_mesh(mesh: Mesh) -> dict[str, Any]:
     whole["malformed"] += sum(link.malformed for link in mesh.links)
     return {
         "topics": topics,
-        "peers": {s.name: asdict(s.stats) for s in mesh.sessions.values()},
+        "peers": {
+            s.name: {**asdict(s.stats), "lent_bytes": s.lent_bytes()}
+            for s in mesh.sessions.values()
+        },
         "mesh": whole,
         "inbox": len(inbox),
+        "shared": [
+            link.lender.stats()._asdict()
+            for link in mesh.links
+            if link.lender is not None
+        ],
     }

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
+    from mq.lending import Lender, Segment
     from mq.mesh.poller import Poller
 
 MAX_HEAD_BYTES = 128 * 1024
@@ -49,6 +50,8 @@ class Capabilities:
         separate_processes: Whether members are processes; False means that members are
             threads of one process, so that process death and fork cannot be shown.
         encrypted: Whether what travels is encrypted.
+        zero_copy: Whether `subscribe(zero_copy=True)` gives views of the publisher's
+            memory, and `loan` memory that is published without a copy.
         engine_stays: Whether threads and descriptors of the engine itself, a fixed few,
             stay after the last `Link.close` until the process ends.
     """
@@ -58,6 +61,7 @@ class Capabilities:
     survives_fork: bool = True
     separate_processes: bool = True
     encrypted: bool = False
+    zero_copy: bool = False
     engine_stays: bool = False
 
 
@@ -88,10 +92,13 @@ class Conn(ABC):
         keeps_body: Whether the link may go on reading a body for as long as it likes,
             which saves its copy: the mesh then gives it memory that nobody writes to
             while a view of it exists. Other links may read it until `let_go`.
+        lends: Whether the peer can read this process's `Link.lender` in place: large
+            messages then travel as a reference to where they are.
     """
 
     address: str
     keeps_body: ClassVar[bool] = False
+    lends: ClassVar[bool] = False
 
     @abstractmethod
     def try_send(
@@ -134,6 +141,39 @@ class Conn(ABC):
     def discard_body(self) -> None:
         """Throw away the body that the last `receive` announced."""
 
+    def lend(self, segment: Segment) -> bool:
+        """Let the peer map a segment of `Link.lender`, once; never wait.
+
+        Returns:
+            As `try_send`. What is sent after True finds the segment mapped.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lends no memory")
+
+    def borrow(
+        self,
+        segment: int,
+        offset: int,
+        nbytes: int,
+        take: Callable[[int], memoryview],
+    ) -> memoryview:
+        """A part of a segment that the peer has lent, as by `mq.borrowing`.
+
+        Args:
+            take: Makes memory for a copy, where the segment cannot be mapped.
+
+        Raises:
+            ValueError: There is no such segment, or it has no such part.
+        """
+        raise ValueError(f"{self.address} lends no memory")
+
+    def describe(self) -> Mapping[str, str]:
+        """What else people should know of this connection: how, and with whom.
+
+        For `MQ.describe` and the log, such as a device map or the name in the peer's
+        certificate; asked under the mesh's lock once messages travel.
+        """
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Break the connection and free it; no LOST is reported. Idempotent."""
@@ -149,15 +189,26 @@ class Link(ABC):
     Attributes:
         capabilities: What this transport can do.
         chunk_bytes: The largest body, in bytes.
+        least_chunk_bytes: The size of the chunks that a message travels in, as long as
+            there are few of them; larger where a message costs the link more than the
+            copying of a few MiB, which at both ends goes on beside the wire.
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
         malformed: How many messages and connections were dropped because no member
             sends such.
+        lender: Memory that peers on this host read in place, where there is any; set
+            by `open`.
+        insecure: Whether the user has said `insecure=True`; set before `open`. The
+            mesh asks for it or a secret before it opens a link on a routable address.
+            A link asks by itself where a secret does not protect what it opens.
     """
 
     capabilities: ClassVar[Capabilities]
     chunk_bytes: int = CHUNK_BYTES
+    least_chunk_bytes: int = CHUNK_BYTES
     max_ahead: int = 4 * CHUNK_BYTES
     malformed: int = 0
+    lender: Lender | None = None
+    insecure: bool = False
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -207,6 +258,13 @@ class Link(ABC):
         use of the link before a thread sleeps, so that no descriptor need signal what
         such a use has taken in.
         """
+
+    def describe(self) -> Mapping[str, str]:
+        """What was chosen for the engine, by default too; for `MQ.describe` and logs.
+
+        Called between `open` and `close`.
+        """
+        return {}
 
     @abstractmethod
     def is_routable(self, address: str) -> bool:

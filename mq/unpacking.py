@@ -24,14 +24,27 @@ class Unpacker:
 
     Attributes:
         device: Where tensors go; None leaves them views of the message.
+        read_only: Whether arrays must be.
     """
 
-    __slots__ = ("_allow_pickle", "_buffers", "_states", "_taken", "device")
+    __slots__ = (
+        "_allow_pickle",
+        "_buffers",
+        "_states",
+        "_taken",
+        "device",
+        "read_only",
+    )
 
     def __init__(
-        self, buffers: list[memoryview], allow_pickle: bool, device: str | None
+        self,
+        buffers: list[memoryview],
+        allow_pickle: bool,
+        device: str | None,
+        read_only: bool = False,
     ) -> None:
         self.device = device
+        self.read_only = read_only
         self._allow_pickle = allow_pickle
         self._buffers = buffers
         self._taken = 0
@@ -139,6 +152,8 @@ class Unpacker:
             )
         sizes = self.decode_list(body, 1)
         raw, *buffers = [self.take(size) for size in sizes]
+        if self.read_only:
+            buffers = [buffer.toreadonly() for buffer in buffers]
         try:
             return pickle.loads(raw, buffers=buffers)
         except Exception as error:  # unpickling runs anybody's code

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
+from mq.borrowing import Mapping
+from mq.lending import Lender, Segment
 from mq.mesh import wire
 from mq.mesh.poller import Poller
 from mq.transport import Capabilities, Conn, Event, Link, What
@@ -29,6 +31,7 @@ class ScriptedConn(Conn):
         broken: Nothing sent from here ever arrives.
         lost_due: LOST is to be reported here once `other.flight` is delivered.
         lost_held: LOST is kept back until the test says otherwise.
+        mappings: Segments that the opposite end has lent.
     """
 
     def __init__(self, link: ScriptedLink, address: str) -> None:
@@ -39,9 +42,32 @@ class ScriptedConn(Conn):
         self.arrived: deque[Parcel] = deque()
         self.broken = self.closed = False
         self.lost_due = self.lost_held = False
+        self.mappings: dict[int, Mapping] = {}
         self._refused = False
         self._body: bytes | None = None
         self._pieces = 0
+
+    @property
+    def lends(self) -> bool:  # type: ignore[override]
+        lenders = (self.link.lender, self.other and self.other.link.lender)
+        return None not in lenders
+
+    def lend(self, segment: Segment) -> bool:
+        assert self.other is not None
+        if segment.id not in self.other.mappings:
+            self.other.mappings[segment.id] = Mapping(segment.fd, segment.nbytes)
+        return True
+
+    def borrow(
+        self,
+        segment: int,
+        offset: int,
+        nbytes: int,
+        take: Callable[[int], memoryview],
+    ) -> memoryview:
+        if segment not in self.mappings:
+            raise ValueError(f"segment {segment} was never lent")
+        return self.mappings[segment].borrow(offset, nbytes, take)
 
     def _is_full(self) -> bool:
         waiting = len(self.other.arrived) if self.other is not None else 0
@@ -122,8 +148,16 @@ class ScriptedLink(Link):
 
     capabilities: ClassVar[Capabilities] = Capabilities(reach="process")
 
-    def __init__(self, net: ScriptedNet, address: str, *, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        net: ScriptedNet,
+        address: str,
+        *,
+        chunk_bytes: int,
+        lender: Lender | None = None,
+    ) -> None:
         self.net = net
+        self.lender = lender
         self.address = address
         self.chunk_bytes = chunk_bytes
         self.capacity = 1000
@@ -309,6 +343,6 @@ class ScriptedNet:
 def numbered(parcel: Parcel) -> int:
     """The number of a session's frame; 0 for any other message."""
     head = parcel[0]
-    if len(head) < wire.HEADER_BYTES or not wire.DATA <= head[0] <= wire.WAITING:
+    if len(head) < wire.HEADER_BYTES or not wire.DATA <= head[0] <= wire.LENT:
         return 0
     return int(wire.HEADER.unpack_from(head)[3])

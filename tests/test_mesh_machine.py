@@ -21,6 +21,7 @@ from scripted import Parcel, ScriptedConn, numbered
 from world import Got, Member, World
 
 from mq.errors import MessagesLost
+from mq.lending import BLOCK_BYTES
 from mq.mesh.incoming import Source, Subscription
 from mq.mesh.session import Session
 from mq.mesh.wire import Subscribed
@@ -29,6 +30,7 @@ NAMES = ("a", "b", "c", "d", "e")
 TOPICS = ("t", "u")
 PEER_TIMEOUT = 4.0
 INLINE_BYTES = 128
+PIECE_BYTES = 500
 HISTORIES = (
     (None, 1, 1 << 20),
     (None, 3, 1 << 20),
@@ -58,7 +60,8 @@ class MeshMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(peer_timeout=PEER_TIMEOUT)
+        lends = {"a": 1 << 20, "b": 3 * BLOCK_BYTES, "d": BLOCK_BYTES}
+        self.world = World(peer_timeout=PEER_TIMEOUT, lends=lends)
         self.published: dict[tuple[str, str], list[bytes]] = defaultdict(list)
         self.readings: dict[tuple[str, str], Reading] = {}
         self.gaps: dict[tuple[str, str], int] = defaultdict(int)
@@ -183,13 +186,22 @@ class MeshMachine(RuleBasedStateMachine):
                 count -= 1
             member.poll()
 
+    @rule(name=names, viewing=st.booleans())
+    def keep_views(self, name: str, viewing: bool) -> None:
+        member = self._running(name)
+        if member is not None:
+            member.viewing = viewing
+            member.views.clear()
+            member.poll()
+
     @rule(name=names, topic=topics, history=st.sampled_from(HISTORIES))
     def subscribe(
         self, name: str, topic: str, history: tuple[int | None, int, int]
     ) -> None:
         member = self._running(name)
         if member is not None and (name, topic) not in self.readings:
-            self.readings[name, topic] = Reading(member.subscribe(topic, *history))
+            subscription = member.subscribe(topic, *history, zero_copy=topic == "u")
+            self.readings[name, topic] = Reading(subscription)
 
     @rule(name=names, topic=topics)
     def unsubscribe(self, name: str, topic: str) -> None:
@@ -337,6 +349,12 @@ class MeshMachine(RuleBasedStateMachine):
                 assert source.granted_messages > source.consumed_messages
 
     @invariant()
+    def views_never_change(self) -> None:
+        for member in self.world.members.values():
+            for view, content in member.views:
+                assert bytes(view) == content
+
+    @invariant()
     def one_session_per_connection(self) -> None:
         for member in self.world.members.values():
             for conn, session in member.mesh.conns.items():
@@ -351,6 +369,8 @@ class MeshMachine(RuleBasedStateMachine):
             world.unstall(name)
             self.change_link(name, 1000, 1)
         self.report_what_was_held_back()
+        for member in world.members.values():
+            self.keep_views(member.name, False)
         for _ in range(8):
             world.advance(2 * PEER_TIMEOUT)
             for member in world.members.values():
@@ -360,11 +380,6 @@ class MeshMachine(RuleBasedStateMachine):
         for member in world.members.values():
             for topic in TOPICS:
                 self._publish_at_last(member, topic)
-        world.settle()
-        for member in world.members.values():
-            while self._take(member):
-                pass
-        world.settle()
         self._check_nothing_is_missing()
         self._check_nothing_is_left()
 
@@ -372,6 +387,13 @@ class MeshMachine(RuleBasedStateMachine):
         committed = len(self.published[member.incarnation, topic])
         self.publish(member.name, topic, 300, False, 1)
         assert len(self.published[member.incarnation, topic]) > committed, "stuck"
+        self._take_all()
+
+    def _take_all(self) -> None:
+        self.world.settle()
+        for member in self.world.members.values():
+            while self._take(member):
+                pass
         self.world.settle()
 
     def _check_mesh_is_full(self) -> None:
@@ -403,12 +425,16 @@ class MeshMachine(RuleBasedStateMachine):
             assert member.fds == {w.fileno() for w in watches if w is not None}
             for session in mesh.sessions.values():
                 assert not session.frames
+                assert not session.lent
                 for feed in session.feeds.values():
                     assert not feed.queued()
                     assert feed.progress is None
                     assert feed in feed.topic.feeds
             for topic in mesh.publisher.topics.values():
+                topic.retained = None
                 assert all(feed.session.alive for feed in topic.feeds)
+            if member.link.lender is not None:
+                assert member.link.lender.stats().in_use_bytes == 0
 
 
 settings.register_profile(
@@ -436,5 +462,6 @@ def test_any_interleaving_of_faults_keeps_the_contract(
 ) -> None:
     """No loss, no double, no gap unreported, no stuck credit, nothing left behind."""
     monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+    monkeypatch.setattr("mq.mesh.copying.PIECE_BYTES", PIECE_BYTES)
     profile = "campaign" if "MQ_MACHINE_EXAMPLES" in os.environ else "ci"
     run_state_machine_as_test(MeshMachine, settings=settings.get_profile(profile))

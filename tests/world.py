@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from scripted import ScriptedLink, ScriptedNet
 
 from mq.errors import MessagesLost
 from mq.frames import ALIGNMENT, Frames
+from mq.lending import Lender
+from mq.mesh import publisher as publisher_module
 from mq.mesh.config import Config, Watch
 from mq.mesh.dial import Dial
 from mq.mesh.incoming import Subscription
@@ -57,7 +60,12 @@ class ScriptedWatch:
 
 
 class Member:
-    """One member: a mesh, its link, and what a driver would do for it."""
+    """One member: a mesh, its link, and what a driver would do for it.
+
+    Attributes:
+        viewing: Whether messages are received in place and kept, in `views`, each with
+            what it held then.
+    """
 
     def __init__(self, world: World, name: str, config: Config) -> None:
         self.world = world
@@ -66,9 +74,15 @@ class Member:
         self.pid = config.process.pid
         self.stalled = False
         self.fds: set[int] = set()
+        lender = Lender(world.lends[name]) if name in world.lends else None
         self.link = ScriptedLink(
-            world.net, config.addresses[0], chunk_bytes=world.chunk_bytes
+            world.net,
+            config.addresses[0],
+            chunk_bytes=world.chunk_bytes,
+            lender=lender,
         )
+        self.viewing = False
+        self.views: list[tuple[memoryview, bytes]] = []
         self.link.open(world.poller, [], None)
         self.taken: list[int] = []
         self.mesh = Mesh(config, [self.link], take=self._take, clock=world.clock)
@@ -118,6 +132,7 @@ class Member:
         keep: int | None = None,
         depth: int = 1000,
         window_bytes: int = 1 << 28,
+        zero_copy: bool = False,
     ) -> Subscription:
         mesh = self.mesh
         subscription = mesh.subscriber.subscribe(
@@ -125,7 +140,7 @@ class Member:
             keep,
             depth,
             window_bytes,
-            False,
+            zero_copy,
             None,
             mesh.publisher.topic(topic).stats,
             list(mesh.sessions.values()),
@@ -150,23 +165,41 @@ class Member:
             return True
         if not topic.has_credit():
             return False
-        message = mesh.publisher.publish(topic, frames, now, retain, now)
-        mesh.publisher.release(topic, message, list(mesh.sessions.values()))
+        block = None
+        lender = self.link.lender
+        if lender is not None and len(payload) > publisher_module.INLINE_BYTES:
+            block = lender.take(len(payload))
+            if block is not None:
+                frames.pack_into(block.area)
+            elif mesh.publisher.borrowers(topic):
+                return False
+        message = mesh.publisher.publish(topic, frames, now, retain, now, block=block)
+        mesh.publisher.own(topic, message, list(mesh.sessions.values()))
         memory[:] = b"\xee" * len(memory)
         topic.open_gate(now, now)
         return True
 
     def recv(self) -> Got | MessagesLost | None:
+        inbox = self.mesh.subscriber.inbox
         item = self.mesh.subscriber.take()
+        try:
+            inbox.hand_over()
+        except BaseException:
+            if not inbox.undo_take() and item is not None:
+                inbox.put_back(item)
+            raise
         if item is None or isinstance(item, MessagesLost):
             return item
         peer = item.source.session.peer
+        content = bytes(item.area)
+        if self.viewing:
+            self.views.append((item.area, content))
         return Got(
             item.source.subscription.topic,
             peer.name,
             peer.incarnation,
             item.sequence,
-            bytes(item.area),
+            content,
         )
 
     def recv_all(self) -> list[Got | MessagesLost]:
@@ -184,10 +217,18 @@ class Member:
 
 
 class World:
-    """Members, their network, their processes and their clock."""
+    """Members, their network, their processes and their clock.
 
-    def __init__(self, *names: str, **options: object) -> None:
+    Args:
+        lends: Members whose messages others of them read in place, and how many bytes
+            of memory each has for that.
+    """
+
+    def __init__(
+        self, *names: str, lends: Mapping[str, int] | None = None, **options: object
+    ) -> None:
         self.net = ScriptedNet()
+        self.lends = lends or {}
         self.poller = Poller()
         self.now = 1000.0
         self.options = options
@@ -203,6 +244,20 @@ class World:
         for name in names:
             self.join(name)
         self.settle()
+
+    def close(self) -> None:
+        """Free what is not only memory of Python's."""
+        for member in self.members.values():
+            member.views.clear()
+            member.mesh.close()
+            for conn in member.link.conns:
+                conn.mappings.clear()
+            if member.link.lender is not None:
+                member.link.lender.close()
+        for conn in self.net.conns:
+            conn.mappings.clear()
+        self.members.clear()
+        self.net.conns.clear()
 
     def clock(self) -> float:
         return self.now
@@ -255,6 +310,9 @@ class World:
         self.net.links.pop(member.link.address, None)
         for conn in list(member.link.conns):
             conn.close()
+            conn.mappings.clear()
+        if member.link.lender is not None:
+            member.link.lender.close()
         return member
 
     def leave(self, name: str) -> Member:

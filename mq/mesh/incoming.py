@@ -8,18 +8,22 @@ handling was interrupted can be handled again.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from mq.borrowing import Key, Returns, arm, is_borrowed
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.large import Take
-from mq.mesh.wire import Chunk, Malformed
+from mq.mesh.wire import Chunk, Lent, Malformed
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
+    from mq.mesh.copying import Copies, Copying
     from mq.mesh.session import Session
 
+Borrow = Callable[[int, int, int, Take], memoryview]
 MOST_AT_ONCE: Final = 32
 """Messages that `recv` decodes ahead at most."""
 
@@ -41,9 +45,19 @@ class Run:
         nbytes: Size of the areas together.
         taken: How many `recv` has taken, where `Inbox.prepared` says nothing newer.
         counted: How many of these the credit and the counters know of.
+        copying: Until it is copied into memory of the receiver's own: how far that is.
     """
 
-    __slots__ = ("areas", "counted", "first", "nbytes", "source", "taken", "times")
+    __slots__ = (
+        "areas",
+        "copying",
+        "counted",
+        "first",
+        "nbytes",
+        "source",
+        "taken",
+        "times",
+    )
 
     def __init__(
         self,
@@ -57,6 +71,7 @@ class Run:
         self.times = times
         self.areas = areas
         self.nbytes = sum(map(len, areas))
+        self.copying: Copying | None = None
         self.taken = 0
         self.counted = 0
 
@@ -182,6 +197,8 @@ class Source:
         taken: Sequence of the last message that `recv` took.
         first: The first sequence published since the subscription began.
         kept: For keep-last, the newest n messages not yet taken.
+        lent: Messages that lie in the publisher's memory and were not released, by
+            sequence, each with the token of the view that counts.
     """
 
     __slots__ = (
@@ -197,6 +214,7 @@ class Source:
         "granted_bytes",
         "granted_messages",
         "kept",
+        "lent",
         "session",
         "subscription",
         "taken",
@@ -216,6 +234,7 @@ class Source:
         self.first = 0
         self.kept: deque[Entry] = deque(maxlen=subscription.keep)
         self.arrivals: deque[Arrivals] = deque(maxlen=1)
+        self.lent: dict[int, object] = {}
         self._stream: _Stream | None = None
 
     @property
@@ -331,6 +350,54 @@ class Source:
             raise Malformed(f"too many messages on {self.subscription.topic!r}")
         state = Arrivals(last, messages, total + run.nbytes)
         append_each((fifo, self.arrivals), (run, state))
+
+    def borrow(
+        self,
+        lent: Lent,
+        limit: int,
+        fifo: deque[Item],
+        borrow: Borrow,
+        take: Take,
+        returns: Returns,
+        copies: Copies,
+    ) -> bool:
+        """Take a message where it lies in the publisher's memory.
+
+        Who does not view it there gets a copy, which is begun.
+
+        Returns:
+            Whether it is still needed there. False: it was taken before and nobody has
+            a view of it any more, or it had to be copied.
+
+        Raises:
+            Malformed: There is no such memory, or no credit for it.
+        """
+        sequence = lent.sequence
+        if sequence <= self.newest:
+            return sequence in self.lent
+        self._check_credit(sequence)
+        if lent.nbytes > limit:
+            raise Malformed(
+                f"announces {lent.nbytes} bytes, max_message_bytes is {limit}"
+            )
+        try:
+            area = borrow(lent.segment, lent.offset, lent.nbytes, take)
+        except ValueError as error:
+            raise Malformed(str(error)) from error
+        in_place = is_borrowed(area)
+        run = Run(self, sequence, (lent.published_at,), [area])
+        if in_place:
+            token = object()
+            self.lent[sequence] = token
+            arm(area, returns, Key(self, sequence, token))
+            if self.subscription.keep is None and not self.subscription.zero_copy:
+                copies.begin(run)
+        self.arrived(fifo, run)
+        return in_place
+
+    def has_returned(self, key: Key) -> bool:
+        """Whether it was the view that counts, of a message that was handed over."""
+        return self.lent.get(key.sequence) is key.token and key.sequence <= self.newest
 
     def place(
         self, chunk: Chunk, nbytes: int, limit: int, take: Take

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from mq.transport import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from mq.frames import Frames
+    from mq.lending import Block
 
 INLINE_BYTES: Final = 32 * 1024
 """Messages up to this size travel in batches; larger ones in chunks of their own."""
@@ -55,16 +56,36 @@ class Large:
     Its length is that of the message in bytes.
 
     Attributes:
-        chunks: None in place of those that nobody needs any more.
+        chunks: None in place of those that nobody needs any more; none at all before
+            `cut_block` of a message in shared memory.
         owned: Whether nothing of it is the caller's memory.
+        block: All of it in memory that some peers read in place, if it is there.
     """
 
-    __slots__ = ("_nbytes", "chunks", "owned")
+    __slots__ = ("_chunk_bytes", "_nbytes", "block", "chunks", "owned")
 
-    def __init__(self, nbytes: int, chunks: list[Chunk | None]) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        chunks: list[Chunk | None],
+        block: Block | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         self._nbytes = nbytes
+        self._chunk_bytes = chunk_bytes
         self.chunks = chunks
-        self.owned = False
+        self.block = block
+        self.owned = block is not None
+
+    def cut_block(self) -> None:
+        """Cut what lies in shared memory, for those who cannot read it there."""
+        if self.block is None or self.chunks:
+            return
+        area = self.block.area
+        for begin, slice_ in _slices(area, _usual(self._nbytes, self._chunk_bytes)):
+            chunk = Chunk(begin, b"", slice_)
+            chunk.owned = True
+            self.chunks.append(chunk)
 
     def __len__(self) -> int:
         return self._nbytes
@@ -88,16 +109,16 @@ class Large:
             self.chunks[index] = None
 
 
-def cut(frames: Frames, chunk_bytes: int) -> Large:
+def cut(frames: Frames, chunk_bytes: int, least: int = CHUNK_BYTES) -> Large:
     """Cut an area into chunks: slices of its large pieces, small ones with the next.
 
     Args:
         chunk_bytes: What the links carry. Only messages of many times that size are cut
             so coarsely: several chunks must be under way for the copies at both ends to
             overlap, and another topic's message waits for one of them.
+        least: The size of the chunks of smaller messages.
     """
-    usual = max(CHUNK_BYTES, frames.nbytes // MOST_CHUNKS)
-    chunk_bytes = min(chunk_bytes, usual)
+    chunk_bytes = _usual(frames.nbytes, chunk_bytes, least)
     chunks: list[Chunk | None] = []
     gathered = min(GATHER_BYTES, chunk_bytes)
     offset, part = 0, b""
@@ -110,11 +131,7 @@ def cut(frames: Frames, chunk_bytes: int) -> Large:
                 chunks.append(Chunk(offset, part, None))
             offset, part = start, bytes(view)
             continue
-        count = -(-len(view) // chunk_bytes)
-        step = -(-len(view) // count)
-        step = min(chunk_bytes, -(-step // _SLICE_ALIGNMENT) * _SLICE_ALIGNMENT)
-        for begin in range(0, len(view), step):
-            slice_ = view[begin : begin + step]
+        for begin, slice_ in _slices(view, chunk_bytes):
             if part:
                 chunks.append(Chunk(offset, part, slice_))
                 part = b""
@@ -123,3 +140,15 @@ def cut(frames: Frames, chunk_bytes: int) -> Large:
     if part:
         chunks.append(Chunk(offset, part, None))
     return Large(frames.nbytes, chunks)
+
+
+def _usual(nbytes: int, chunk_bytes: int, least: int = CHUNK_BYTES) -> int:
+    return min(chunk_bytes, max(least, nbytes // MOST_CHUNKS))
+
+
+def _slices(view: memoryview, chunk_bytes: int) -> Iterator[tuple[int, memoryview]]:
+    count = -(-len(view) // chunk_bytes)
+    step = -(-len(view) // count)
+    step = min(chunk_bytes, -(-step // _SLICE_ALIGNMENT) * _SLICE_ALIGNMENT)
+    for begin in range(0, len(view), step):
+        yield begin, view[begin : begin + step]

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from mq.borrowing import Returns
 from mq.mesh import wire
 from mq.mesh.config import Config
 from mq.mesh.dial import Dial
@@ -63,8 +64,10 @@ class Mesh:
         self._take = take
         self.stats = MeshStats()
         chunk_bytes = min(link.chunk_bytes for link in links)
-        self.publisher = Publisher(take, chunk_bytes)
-        self.subscriber = Subscriber(take, config.max_message_bytes)
+        least = min(chunk_bytes, *(link.least_chunk_bytes for link in links))
+        self.publisher = Publisher(take, chunk_bytes, least)
+        returns = Returns(lambda: self.wake())
+        self.subscriber = Subscriber(take, config.max_message_bytes, returns)
         self.sessions: dict[str, Session] = {}
         self.conns: dict[Conn, Session] = {}
         self.reader = Reader(self)
@@ -80,6 +83,7 @@ class Mesh:
         self.forgotten: list[Greeting] = []
         self._polling = False
         self._unfinished = False
+        self.wake: Callable[[], None] = lambda: None
         self.watch_added: Callable[[int], None] = lambda fd: None
         self.watch_removed: Callable[[int], None] = lambda fd: None
 
@@ -110,12 +114,15 @@ class Mesh:
             session = self._watches.get(fd)
             if session is not None:
                 self._check_process(session)
+        subscriber = self.subscriber
         for _ in range(ROUNDS_PER_POLL):
             self.reader.stopped_early = False
             for link in self.links:
                 for event in link.poll():
                     self._handle(event)
-                    if until_message and self.subscriber.inbox.fifo:
+                    if until_message and subscriber.inbox.fifo:
+                        if subscriber.copies:
+                            subscriber.copies.go_on()
                         self._unfinished = True
                         self._polling = False
                         return
@@ -126,6 +133,11 @@ class Mesh:
                 self.greetings.attempt_due(now)
             self._last_poll = now
             self._unfinished = self.pump(now, flush) or self.reader.stopped_early
+            if subscriber.copies:
+                subscriber.copies.go_on()
+                self.changed += 1
+                self._unfinished = True
+                break  # there may be something to take now
             if not self._unfinished:
                 break
         self._polling = False
@@ -138,6 +150,8 @@ class Mesh:
             flush: As for `poll`.
         """
         sent = False
+        if self.subscriber.returns.queue:
+            self.subscriber.give_back()
         for session in self.sessions.values():
             if (
                 session.busy
@@ -215,7 +229,9 @@ class Mesh:
         self.watch(session)
         session.pump(now)
         self.changed += 1
-        logger.debug("session with %s over %s", session.name, conn.address)
+        if logger.isEnabledFor(logging.INFO):
+            more = "".join(f", {k} {v}" for k, v in conn.describe().items())
+            logger.info("session with %s over %s%s", session.name, conn.address, more)
         return session
 
     def watch(self, session: Session) -> None:
@@ -283,6 +299,7 @@ class Mesh:
         """Carry out `forget`; may be repeated after an interrupt."""
         assert session.fate is not None
         reason, proven, superseded = session.fate
+        self._end_loans(session)
         self._cut(session)
         self._unwatch(session)
         self.greetings.cancel_redial(session)
@@ -299,7 +316,31 @@ class Mesh:
             logger.warning("gave up %s: %s", session.name, reason)
             if not superseded:
                 self.greetings.dial_estranged(session)
+        # Whoever still knows the session need not keep what was never received.
+        session.frames.clear()
+        session.sent = 0
         del self.sessions[session.peer.incarnation]
+
+    def _end_loans(self, session: Session) -> None:
+        """The peer will not release what it was lent.
+
+        It, or if its process has ended a child of it, may still read that memory, which
+        is therefore never used again.
+        """
+        for link in self.links:
+            for block in session.lent.values():
+                if link.lender is not None:
+                    link.lender.retire(block.segment)
+        session.lent.clear()
+        session.peer_waits = False
+        self.hurry()
+
+    def hurry(self) -> None:
+        """See whether some peer waits for its memory to be given back."""
+        waits = any(session.peer_waits for session in self.sessions.values())
+        self.subscriber.returns.hurry = waits
+        if waits and self.subscriber.returns.queue:
+            self.wake()
 
     def _unwatch(self, session: Session) -> None:
         if session.watch is not None:
@@ -354,6 +395,7 @@ class Mesh:
                 else:
                     self._heartbeat(session, now)
         self.greetings.tick(now)
+        self.subscriber.returns.look_for_children()
 
     def _heartbeat(self, session: Session, now: float) -> None:
         interval = 2.5
@@ -391,6 +433,11 @@ class Mesh:
         for session in list(self.sessions.values()):
             if session.watch is not None:
                 session.watch.close()
+            session.frames.clear()
+            session.lent.clear()
+        for topic in self.publisher.topics.values():
+            topic.drop_all()
+        self.subscriber.returns.close()
         self.conns.clear()
         self.sessions.clear()
         self._watches.clear()

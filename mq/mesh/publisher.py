@@ -14,6 +14,7 @@ from mq.mesh.wire import Malformed, Subscribe, Subscribed
 
 if TYPE_CHECKING:
     from mq.frames import Frames
+    from mq.lending import Block
     from mq.mesh.session import Session
 
 _TRIM_EVERY = 64
@@ -25,10 +26,11 @@ MAX_FEEDS_PER_PEER = 65536
 class Publisher:
     """Topics of this member and the feeds of their subscribers."""
 
-    def __init__(self, take: Take, chunk_bytes: int) -> None:
+    def __init__(self, take: Take, chunk_bytes: int, least_chunk_bytes: int) -> None:
         self.topics: dict[str, Topic] = {}
         self._take = take
         self._chunk_bytes = chunk_bytes
+        self._least_chunk_bytes = least_chunk_bytes
 
     def topic(self, name: str) -> Topic:
         """The topic of this name, made when first asked for."""
@@ -77,21 +79,25 @@ class Publisher:
         retain: bool,
         now: float,
         urgent: bool = False,
+        block: Block | None = None,
     ) -> Outgoing:
         """Commit a message and send what can be sent of it.
 
-        The caller has seen that there is credit, and calls `release` in the end.
+        The caller has seen that there is credit, and calls `own` in the end.
 
         Args:
             published_at: Unix time.
             now: The mesh's time.
             urgent: Send at once instead of joining a batch.
+            block: All of the message in memory that some subscribers read in place.
         """
         data: bytes | Large
-        if frames.nbytes <= INLINE_BYTES:
+        if block is not None:
+            data = Large(frames.nbytes, [], block, self._chunk_bytes)
+        elif frames.nbytes <= INLINE_BYTES:
             data = frames.pack()
         else:
-            data = cut(frames, self._chunk_bytes)
+            data = cut(frames, self._chunk_bytes, self._least_chunk_bytes)
             if retain:
                 data.own(self._take, range(len(data.chunks)))
         message = topic.commit(published_at, data, retain)
@@ -121,9 +127,7 @@ class Publisher:
             return
         message.data.free_before(min(s.first_needed(topic, message) for s in sessions))
 
-    def release(
-        self, topic: Topic, message: Outgoing, sessions: Iterable[Session]
-    ) -> None:
+    def own(self, topic: Topic, message: Outgoing, sessions: Iterable[Session]) -> None:
         """Copy what of a large message is still needed; the caller's memory is free."""
         large = message.data
         if not isinstance(large, Large) or large.owned:
@@ -202,6 +206,26 @@ class Publisher:
                 feed.credit_messages = max(feed.credit_messages, grant.messages)
                 feed.credit_bytes = max(feed.credit_bytes, grant.nbytes)
                 feed.topic.refresh()
+
+    @staticmethod
+    def is_read_in_place(topic: Topic) -> bool:
+        """Whether some subscriber reads large messages in this process's memory."""
+        return any(feed.session.lends for feed in topic.feeds)
+
+    @staticmethod
+    def borrowers(topic: Topic) -> list[Session]:
+        """Subscribers to a topic that keep all and hold memory of this process by it.
+
+        Nobody else makes its publisher wait: neither those who keep the last, nor those
+        who hold messages of other topics.
+        """
+        sessions = {feed.session for feed in topic.feeds}
+        return [session for session in sessions if session.is_borrower(topic)]
+
+    def release(self, session: Session, releases: Sequence[wire.Release]) -> None:
+        """A peer has no view of these messages' memory any more."""
+        for release in releases:
+            session.lent.pop((release.subscription, release.sequence), None)
 
     def remove(self, session: Session) -> None:
         """The peer is gone."""

@@ -33,6 +33,7 @@ _CONTROL_KINDS: Final = frozenset(
         wire.BYE,
         wire.ACCEPTS,
         wire.WAITING,
+        wire.RELEASE,
     }
 )
 
@@ -130,6 +131,10 @@ class Reader:
         if kind == wire.DATA:
             self._subscriber.data(session, memoryview(head))
             self._mesh.changed += 1
+        elif kind == wire.LENT:
+            lent = wire.parse_lent(memoryview(head))
+            self._subscriber.lent(session, lent, conn.borrow)
+            self._mesh.changed += 1
         elif kind == wire.BYE:
             self._bye(session, number, memoryview(head)[wire.HEADER_BYTES :], now)
             return
@@ -219,10 +224,13 @@ class Reader:
             self._publisher.unsubscribe(session, value)
         elif kind == wire.CREDIT:
             self._publisher.credit(session, value)
+        elif kind == wire.RELEASE:
+            self._publisher.release(session, value)
         elif kind == wire.ACCEPTS:
             session.accepts = frozenset(value)
         elif kind == wire.WAITING:
             session.peer_waits = value
+            self._mesh.hurry()
 
     def _bye(
         self, session: Session, number: int, content: memoryview, now: float
@@ -254,5 +262,5 @@ class Reader:
                 "dropped a frame of %s at %s: %s (further ones are only counted)",
                 who or "an unknown peer",
                 address or "an unknown address",
-                error,
+                str(error),  # a log that keeps it must not keep its traceback
             )

@@ -22,6 +22,7 @@ from mq.mesh.wire import Malformed
 from mq.stats import PeerStats
 
 if TYPE_CHECKING:
+    from mq.lending import Block
     from mq.mesh.config import Watch
     from mq.transport import Conn
 
@@ -58,6 +59,9 @@ class Session:
         peer_waits: Whether the peer's `publish` has waited for us for long.
         fate: Why the session was forgotten; None while it lives.
         sending: Whether a message is being handed to the engine right now.
+        lends: Whether large messages are lent to the peer in place of sent.
+        lent: By subscription and sequence, the memory of messages that the peer was
+            told of and has not released.
     """
 
     def __init__(
@@ -101,6 +105,8 @@ class Session:
         self.sending = False
         self.introduced = False
         self.partial: tuple[wire.Chunk, int, int, memoryview] | None = None
+        self.lends = False
+        self.lent: dict[tuple[int, int], Block] = {}
 
     @property
     def alive(self) -> bool:
@@ -111,6 +117,18 @@ class Session:
         """Whether the connection is there and, as far as is known, has room."""
         return self.conn is not None and not self.blocked
 
+    def lent_bytes(self) -> int:
+        """Bytes of messages that the peer may read in this process's memory."""
+        return sum(len(block.area) for block in self.lent.values())
+
+    def is_borrower(self, topic: Topic) -> bool:
+        """Whether the peer holds memory by a subscription to it that keeps all."""
+        feeds = map(self.feeds.get, (subscription for subscription, _ in self.lent))
+        return any(
+            feed is not None and feed.topic is topic and feed.keep is None
+            for feed in feeds
+        )
+
     # -- connection ----------
 
     def attach(self, conn: Conn, received: int, now: float) -> None:
@@ -120,8 +138,11 @@ class Session:
             Malformed: The peer claims frames that were never sent.
         """
         self.forget_received(received)
+        if not conn.lends and any(f.kind == wire.LENT for f in self.frames):
+            raise Malformed("resumed where the memory already lent cannot be read")
         self.repair()
         self.conn = conn
+        self.lends = conn.lends
         self.wire = conn.address
         self.sent = 0
         self.blocked = False
@@ -253,14 +274,23 @@ class Session:
             frame.kind, frame.flags, 0, frame.number, self.received
         ) + b"".join(frame.parts)
         body = None
-        if frame.large is not None:
+        self.sending = True
+        if frame.large is None:
+            accepted = conn.try_send(head)
+        elif frame.kind == wire.LENT:
+            assert frame.large.block is not None
+            assert frame.completes is not None
+            feed, sequence = frame.completes[0]
+            self.lent[feed.subscription, sequence] = frame.large.block
+            segment = frame.large.block.segment
+            accepted = conn.lend(segment) and conn.try_send(head)
+        else:
             chunk = frame.large.chunks[frame.chunk]
             assert chunk is not None  # kept until this frame is received
             if conn.keeps_body:
                 chunk.own(self._take)
             body = chunk.view
-        self.sending = True
-        accepted = conn.try_send(head, body)
+            accepted = conn.try_send(head, body)
         self.sending = False
         if not accepted:
             return False
@@ -313,7 +343,10 @@ class Session:
                 if parts:
                     break
                 busy.rotate(-1)
-                self._append_chunk(feed, message, message.data)
+                if self.lends and message.data.block is not None:
+                    self._append_lent(feed, message, message.data, message.data.block)
+                else:
+                    self._append_chunk(feed, message, message.data)
                 return True
             run = feed.small(message, BATCH_MESSAGES - count, BATCH_BYTES - size)
             parts += wire.pack_run(feed.subscription, *run)
@@ -337,8 +370,28 @@ class Session:
         self.batch_at = None
         return True
 
+    def _append_lent(
+        self, feed: Feed, message: Outgoing, large: Large, block: Block
+    ) -> None:
+        sequence = message.sequence
+        head = wire.LENT_HEAD.pack(
+            feed.subscription,
+            block.segment.id,
+            sequence,
+            message.published_at,
+            block.offset,
+            len(block.area),
+        )
+        flags = 0 if feed.keep is None else wire.FLAG_ANSWER
+        completes = [(feed, sequence)]
+        number = self.number + 1
+        self._append(Frame(wire.LENT, number, [head], flags, completes, large))
+        feed.framed(sequence)
+        feed.topic.trim()
+
     def _append_chunk(self, feed: Feed, message: Outgoing, large: Large) -> None:
         index = 0 if feed.progress is None else feed.progress[1]
+        large.cut_block()
         chunk = large.chunks[index]
         assert chunk is not None
         last = index + 1 == len(large.chunks)

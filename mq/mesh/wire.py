@@ -31,10 +31,11 @@ SUBSCRIBE: Final = 12
 SUBSCRIBED: Final = 13
 UNSUBSCRIBE: Final = 14
 CREDIT: Final = 15
-RELEASE: Final = 16  # reserved for links that lend memory; see docs/wire.md
+RELEASE: Final = 16
 BYE: Final = 17
 ACCEPTS: Final = 18
 WAITING: Final = 19
+LENT: Final = 20
 # In a session, not numbered.
 RECEIVED: Final = 30
 FENCED: Final = 31
@@ -48,11 +49,14 @@ of the first. Their times (f64), sizes (u32) and areas follow, each kind togethe
 RUN_BYTES: Final = RUN.size
 ALONE: Final = struct.Struct("<IIQdI")
 """The head of a run of one message, with its time and size."""
+_ONE: Final = struct.Struct("<dI")
 MESSAGE_BYTES: Final = 12
 """What a message of a run takes besides its area: time and size."""
 CHUNK_HEAD: Final = struct.Struct("<IIQdQQ")
 """subscription, bytes of the first part, sequence, Unix time, total bytes, offset; the
 first part follows, the second is the body."""
+LENT_HEAD: Final = struct.Struct("<IIQdQQ")
+"""subscription, segment, sequence, Unix time, offset in the segment, bytes."""
 
 FLAG_ANSWER: Final = 1
 """The sender waits for this frame's RECEIVED: answer at once."""
@@ -108,10 +112,18 @@ class Credit(msgspec.Struct, array_like=True, frozen=True):
     nbytes: Number
 
 
+class Release(msgspec.Struct, array_like=True, frozen=True):
+    """The subscriber has no view of this message's memory any more."""
+
+    subscription: SubscriptionId
+    sequence: Number
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _subscribe = msgspec.msgpack.Decoder(list[Subscribe])
 _subscribed = msgspec.msgpack.Decoder(list[Subscribed])
 _credit = msgspec.msgpack.Decoder(list[Credit])
+_release = msgspec.msgpack.Decoder(list[Release])
 _number: msgspec.msgpack.Decoder[int] = msgspec.msgpack.Decoder(SubscriptionId)
 _names = msgspec.msgpack.Decoder(list[str])
 _flag = msgspec.msgpack.Decoder(bool)
@@ -122,6 +134,7 @@ _DECODERS: Final[dict[int, msgspec.msgpack.Decoder[Any]]] = {
     SUBSCRIBED: _subscribed,
     UNSUBSCRIBE: _number,
     CREDIT: _credit,
+    RELEASE: _release,
     BYE: _text,
     ACCEPTS: _names,
     WAITING: _flag,
@@ -176,6 +189,14 @@ def runs(
             raise Malformed(f"run of {count} messages in {size - start} bytes")
         if first + count > MAX_SEQUENCE:
             raise Malformed(f"run from sequence {first}")
+        if count == 1:  # a message that somebody waits for
+            published_at, nbytes = _ONE.unpack_from(view, start)
+            start += MESSAGE_BYTES + nbytes
+            if start > size:
+                raise Malformed("run longer than its frame")
+            area = view[start - nbytes : start]
+            yield subscription, first, (published_at,), [area]
+            continue
         numbers = struct.unpack_from(f"<{count}d{count}I", view, start)
         start += count * MESSAGE_BYTES
         ends = list(accumulate(numbers[count:], initial=start))
@@ -218,3 +239,24 @@ def parse_chunk(view: memoryview) -> Chunk:
     if len(part) != size:
         raise Malformed(f"a first part of {len(part)} bytes in place of {size}")
     return Chunk(subscription, sequence, published_at, total, offset, part)
+
+
+class Lent(NamedTuple):
+    """The head of a LENT frame: where in the sender's memory a message is."""
+
+    subscription: int
+    segment: int
+    sequence: int
+    published_at: float
+    offset: int
+    nbytes: int
+
+
+def parse_lent(view: memoryview) -> Lent:
+    """Raises: Malformed, if the frame is not a LENT."""
+    if len(view) != HEADER_BYTES + LENT_HEAD.size:
+        raise Malformed(f"a reference of {len(view) - HEADER_BYTES} bytes")
+    lent = Lent(*LENT_HEAD.unpack_from(view, HEADER_BYTES))
+    if lent.sequence > MAX_SEQUENCE:
+        raise Malformed(f"reference to sequence {lent.sequence}")
+    return lent

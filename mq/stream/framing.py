@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, Conn
 
@@ -50,7 +50,11 @@ class Framing(Conn):
         special: Whether there is more to report than READABLE.
         drained: Whether the socket has been found empty since it last signalled.
         torn: Whether a call into the socket is under way, or was interrupted.
+        max_note_bytes: The largest note that the link sends of its own accord, as a
+            message without a head; see `_noted`.
     """
+
+    max_note_bytes: ClassVar[int] = 0
 
     def __init__(self, link: StreamLink, address: str) -> None:
         self.address = address
@@ -200,6 +204,18 @@ class Framing(Conn):
             start, end = self._start, self._end
             if end - start >= _SIZES_BYTES:
                 nhead, nbody = SIZES.unpack_from(self._buffer, start)
+                if not nhead and 0 < nbody <= self.max_note_bytes:
+                    stop = start + _SIZES_BYTES + nbody
+                    if stop <= end:
+                        self._start = stop
+                        self._noted(bytes(self._view[stop - nbody : stop]))
+                        if self._closed:
+                            return None
+                        continue
+                    if self.drained or not self._fill(_SIZES_BYTES + nbody):
+                        self._idle()
+                        return None
+                    continue
                 if not 0 < nhead <= MAX_HEAD_BYTES or nbody > self._chunk_bytes:
                     self.malformed(f"a message of {nhead} + {nbody} bytes")
                     return None
@@ -215,6 +231,10 @@ class Framing(Conn):
             if self.drained or not self._fill(needed):
                 self._idle()
                 return None
+
+    def _noted(self, note: bytes) -> None:
+        """The peer's link said something that is not for the mesh."""
+        raise NotImplementedError
 
     def receive_body(self, into: memoryview) -> bool:
         left = self._body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import selectors
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 _PIECE = 64 * 1024
+_DESCRIPTORS = 64
 _AHEAD = 256 * 1024
 T = TypeVar("T")
 
@@ -53,6 +55,28 @@ class _Side:
         self.waiting = bytearray()
         self.connecting = False
         self.ended = False
+        self.descriptors: list[int] = []
+
+    def receive(self) -> bytearray:
+        """What has arrived, for the other side, which gets its descriptors too."""
+        if self.sock.family != socket.AF_UNIX:
+            return bytearray(self.sock.recv(_PIECE))
+        piece, descriptors, _, _ = socket.recv_fds(self.sock, _PIECE, _DESCRIPTORS)
+        self.other.descriptors += descriptors
+        return bytearray(piece)
+
+    def send(self) -> int:
+        """Send what waits; how many bytes went."""
+        if not self.descriptors:
+            return self.sock.send(self.waiting)
+        count = socket.send_fds(self.sock, [self.waiting], self.descriptors)
+        self.close_descriptors()
+        return count
+
+    def close_descriptors(self) -> None:
+        """Close what was not passed on, or was."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 class Proxy:
@@ -205,9 +229,9 @@ class Proxy:
             if events & selectors.EVENT_WRITE:
                 side.connecting = False
                 if side.waiting:
-                    del side.waiting[: side.sock.send(side.waiting)]
+                    del side.waiting[: side.send()]
             if events & selectors.EVENT_READ:
-                piece = bytearray(side.sock.recv(_PIECE))
+                piece = side.receive()
                 side.ended = not piece
                 self._spoil(piece)
                 side.other.waiting += piece
@@ -237,6 +261,7 @@ class Proxy:
         for end in (side, side.other):
             if end in self._sides:
                 self._sides.discard(end)
+                end.close_descriptors()
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(end.sock)
                 end.sock.close()

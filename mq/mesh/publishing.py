@@ -1,0 +1,373 @@
+"""`publish` and `loan`: they wait for credit and for memory, then commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from mq.buffers import copy
+from mq.errors import PublishTimeout
+from mq.mesh import wire
+from mq.mesh.large import INLINE_BYTES
+from mq.mesh.lead import Lead
+from mq.mesh.mesh import Mesh
+from mq.mesh.outgoing import Outgoing, Topic
+from mq.mesh.poller import Poller
+from mq.mesh.session import Session
+
+if TYPE_CHECKING:
+    from mq.frames import Frames
+    from mq.lending import Block
+
+logger = logging.getLogger(__name__)
+
+COMPLAIN_SECONDS: Final = 5.0
+"""After which a waiting `publish` logs whom it waits for; then each minute."""
+COPY_BYTES_PER_SECOND: Final = 2e9
+"""Assumed speed of copying a large message aside; see `_stream`."""
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raises: ValueError, TypeError, if this is no time to wait."""
+    if timeout is not None and not timeout >= 0:
+        raise ValueError(f"timeout is {timeout} s; give 0 or more, or None to wait")
+
+
+class Publishing(Lead):
+    """The publishing calls on a mesh; any thread may make them."""
+
+    def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
+        super().__init__(mesh, poller, where)
+        self._publisher = mesh.publisher
+        self._topics = mesh.publisher.topics
+        lenders = [link.lender for link in mesh.links if link.lender is not None]
+        self._lender = lenders[0] if lenders else None
+        self._told: set[Session] = set()
+        self._waits: Counter[Session] = Counter()
+
+    def join(self, name: str, data: bytes) -> bool:
+        """Commit a small message that only joins batches that are held.
+
+        Returns:
+            False where there is more to do, or nobody to ask: then `publish` does it.
+        """
+        topic = self._topics.get(name)
+        if topic is None:
+            return False
+        published_at = time.time()
+        with self.lock:
+            return topic.pass_gate(published_at, data)
+
+    def publish(
+        self,
+        name: str,
+        frames: Frames,
+        retain: bool,
+        urgent: bool,
+        timeout: float | None,
+        stream: bool = True,
+        block: Block | None = None,
+    ) -> bool:
+        """Commit a message to all subscribers, or to none.
+
+        Args:
+            stream: Wait while large chunks leave straight from the caller's memory,
+                as far as that is quicker than a copy.
+            block: All of the message, where it already lies in shared memory.
+
+        Returns:
+            False only for `timeout` 0 without `stream`: there is no credit or memory.
+
+        Raises:
+            PublishTimeout, MessageTooLarge, CodecError, Closed: Nobody got it.
+        """
+        deadline = None
+        if timeout is not None:
+            check_timeout(timeout)
+            deadline = time.monotonic() + timeout
+        only_try = timeout == 0 and not stream
+        if (
+            block is None
+            and self._lender is not None
+            and frames.nbytes > INLINE_BYTES
+            and self._is_to_be_lent(name, frames, retain, deadline, only_try)
+        ):
+            block, waits = self._take_block(name, frames.nbytes, deadline, only_try)
+            if waits:
+                return False
+            if block is not None:
+                for start, piece in frames.segments():
+                    copy(piece, block.area[start : start + len(piece)])
+        with self.lock:
+            if self.closing or self.forked or self.mesh.replaced:
+                self._refuse()
+            publisher = self._publisher
+            topic = self._topics.get(name) or publisher.topic(name)
+            if frames.nbytes > topic.limit_message or frames.needs:
+                publisher.check(topic, frames)
+            if not topic.has_credit():
+                if only_try:
+                    return False
+                self._wait_for_credit(topic, frames, deadline)
+            self._commit(topic, frames, retain, urgent, stream, block)
+        return True
+
+    def _commit(
+        self,
+        topic: Topic,
+        frames: Frames,
+        retain: bool,
+        urgent: bool,
+        stream: bool,
+        block: Block | None,
+    ) -> None:
+        published_at = time.time()
+        message: Outgoing | None = None
+        held_until: float | None = None
+        try:
+            now = time.monotonic()
+            message = self._publisher.publish(
+                topic, frames, published_at, retain, now, urgent, block
+            )
+            for feed in topic.feeds:
+                if feed.session.batch_at is not None:
+                    held_until = feed.session.batch_at
+        except BaseException:
+            self.mesh.recover()
+            if message is not None:
+                self._own(topic, message)
+            raise
+        if frames.nbytes > INLINE_BYTES and block is None:
+            self._stream(topic, message, stream)
+            now = time.monotonic()
+        self._sent(now, held_until)
+        if held_until is not None:
+            topic.open_gate(now, published_at)
+
+    def _own(self, topic: Topic, message: Outgoing) -> None:
+        sessions = list(self.mesh.sessions.values())
+        self._publisher.own(topic, message, sessions)
+
+    def _stream(self, topic: Topic, message: Outgoing, wait: bool) -> None:
+        """Send a large message as the wire takes it; copy the rest aside.
+
+        Memory for a few chunks serves the whole message that way. Waiting for the wire
+        costs at most about as long as copying the rest would, so the sum is never more
+        than twice the better of the two.
+        """
+        budget = 0.002 + len(message.data) / COPY_BYTES_PER_SECOND
+        deadline = time.monotonic() + (budget if wait else 0.0)
+        sessions = [feed.session for feed in topic.feeds]
+        try:
+            while any(
+                s.conn is not None and s.unsent(topic, message) for s in sessions
+            ):
+                if not self._sleep(deadline):
+                    break
+                self._poll()
+                self._publisher.free_received(topic, message, sessions)
+        finally:
+            self._own(topic, message)
+            self._leave()
+
+    # -- shared memory ----------
+
+    def _is_to_be_lent(
+        self,
+        name: str,
+        frames: Frames,
+        retain: bool,
+        deadline: float | None,
+        only_try: bool,
+    ) -> bool:
+        """Whether a message is to be laid out in shared memory now."""
+        with self.lock:
+            if self.closing or self.forked or self.mesh.replaced:
+                self._refuse()
+            topic = self._topics.get(name) or self._publisher.topic(name)
+            if not (retain or self._publisher.is_read_in_place(topic)):
+                return False
+            # What cannot be published need not be copied.
+            self._publisher.check(topic, frames)
+            if not topic.has_credit():
+                if only_try:
+                    return False
+                self._wait_for_credit(topic, frames, deadline)
+            return True
+
+    def _take_block(
+        self, name: str, nbytes: int, deadline: float | None, only_try: bool = False
+    ) -> tuple[Block | None, bool]:
+        """Shared memory for a message, and whether it has to be waited for.
+
+        There is none where it does not fit, and where no subscriber who keeps all of
+        the topic holds any: the message then goes through the connection. So a topic
+        whose messages are hoarded delays no other one.
+
+        Raises:
+            PublishTimeout: Subscribers held all of it until the deadline.
+        """
+        lender = self._lender
+        assert lender is not None
+        block = lender.take(nbytes)
+        if not self._told and (block is not None or not lender.fits(nbytes)):
+            return block, False
+        found: list[Block] = [] if block is None else [block]
+
+        def blockers() -> list[Session]:
+            return self._publisher.borrowers(topic)
+
+        def reached() -> bool:
+            if not found and (taken := lender.take(nbytes)) is not None:
+                found.append(taken)
+            return bool(found) or not (lender.fits(nbytes) and blockers())
+
+        with self.lock:
+            topic = self._topics.get(name) or self._publisher.topic(name)
+            if not reached():
+                if not (only_try and self._told):
+                    lender.waits += 1
+                if only_try:
+                    self._tell_waiting(blockers(), self._told)
+                    return None, True
+                self._wait_for(
+                    topic, reached, blockers, self._who_borrows, deadline, at_once=True
+                )
+            self._tell_going_on(self._told)
+        return (found[0] if found else None), False
+
+    def take_block(self, name: str, nbytes: int, timeout: float | None) -> Block | None:
+        """Shared memory to fill in place; None where there is none to be had.
+
+        Raises:
+            PublishTimeout: Subscribers held all of it for `timeout` seconds.
+        """
+        self.check()
+        check_timeout(timeout)
+        if self._lender is None or nbytes <= INLINE_BYTES:
+            return None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return self._take_block(name, nbytes, deadline)[0]
+
+    def _who_borrows(self, borrowers: Collection[Session]) -> str:
+        assert self._lender is not None
+        held = ", ".join(
+            f"{session.name!r} holds {session.lent_bytes()}" for session in borrowers
+        )
+        stats = self._lender.stats()
+        return (
+            f"of the {stats.limit_bytes} bytes of shared memory {stats.in_use_bytes} "
+            f"are in use: {held} in messages unread or viewed with zero_copy. Let them "
+            "recv and drop what they have, or connect with more shm_bytes"
+        )
+
+    # -- waiting ----------
+
+    def _wait_for_credit(
+        self, topic: Topic, frames: Frames, deadline: float | None
+    ) -> None:
+        self._wait_for(
+            topic,
+            topic.has_credit,
+            lambda: [feed.session for feed in topic.waits_for()],
+            self._who_lags,
+            deadline,
+        )
+        self._publisher.check(topic, frames)
+
+    def _wait_for(
+        self,
+        topic: Topic,
+        reached: Callable[[], bool],
+        blockers: Callable[[], Collection[Session]],
+        describe: Callable[[Collection[Session]], str],
+        deadline: float | None,
+        at_once: bool = False,
+    ) -> None:
+        """Wait until nobody keeps the message from being published.
+
+        Args:
+            blockers: Whom it waits for.
+            describe: That in words, with the remedy.
+            at_once: Tell them so at once, not only after a while.
+        """
+        begin = time.monotonic()
+        complain_at = begin + COMPLAIN_SECONDS
+        told: set[Session] = set()
+        try:
+            while True:
+                self._poll(flush=True)
+                self.check()
+                if reached():
+                    return
+                now = time.monotonic()
+                if deadline is not None and now >= deadline:
+                    self._raise_timeout(topic, now - begin, blockers(), describe)
+                if at_once:
+                    self._tell_waiting(blockers(), told)
+                if now >= complain_at:
+                    complain_at = now + 60.0
+                    logger.warning(
+                        "publish on %r has waited %.0f s: %s",
+                        topic.name,
+                        now - begin,
+                        describe(blockers()),
+                    )
+                    self._tell_waiting(blockers(), told)
+                until = complain_at if deadline is None else min(deadline, complain_at)
+                self._sleep(until)
+        finally:
+            topic.stats.blocked_seconds += time.monotonic() - begin
+            self._tell_going_on(told)
+            self._leave()
+
+    def _tell_waiting(self, sessions: Collection[Session], told: set[Session]) -> None:
+        for session in sessions:
+            if session not in told:
+                told.add(session)
+                self._waits[session] += 1
+                if self._waits[session] == 1:
+                    session.control(wire.WAITING, True)
+                    session.pump(time.monotonic(), flush=True)
+
+    def _tell_going_on(self, told: set[Session]) -> None:
+        """The call does not wait any more; perhaps others of this member do."""
+        while told:
+            session = told.pop()
+            self._waits[session] -= 1
+            if self._waits[session] > 0:
+                continue
+            del self._waits[session]
+            if session.alive:
+                session.control(wire.WAITING, False)
+
+    @staticmethod
+    def _who_lags(sessions: Collection[Session]) -> str:
+        parts = []
+        for session in sessions:
+            text = f"{session.name!r} has not taken what it has"
+            if session.conn is None:
+                text += " (its connection is broken)"
+            if session.peer_waits:
+                text += " and is itself waiting in publish for this member to recv"
+            parts.append(text)
+        return (
+            f"no credit: {'; '.join(parts)}. Let them recv faster, raise depth or "
+            "window_bytes of their subscription, or use mq.keep_last"
+        )
+
+    def _raise_timeout(
+        self,
+        topic: Topic,
+        seconds: float,
+        blockers: Collection[Session],
+        describe: Callable[[Collection[Session]], str],
+    ) -> NoReturn:
+        raise PublishTimeout(
+            f"{self._where}: not published on {topic.name!r} within {seconds:.3g} s, "
+            f"nobody got the message: {describe(blockers)}",
+            [session.name for session in blockers],
+        )
