@@ -24,8 +24,8 @@ other, and compared by the ratios within a round. Results are written as JSON li
   mq bench compare A.jsonl B.jsonl    what got slower or faster between two runs
   mq bench report RESULTS.jsonl       write the report on a run again"""
 
-_QUICK_ROUNDS, _QUICK_BUDGET = 3, 0.2
-_QUICK_SECONDS = 265.0  # the report takes 10 more, and all of it less than 300
+_QUICK_ROUNDS, _QUICK_BUDGET = 3, 0.15
+_QUICK_SECONDS = 255.0  # the report takes 15 more, and all of it less than 300
 _TOUCH = 5 << 30  # enough for the largest cells; see peer.touch_memory
 
 

@@ -54,6 +54,24 @@ class Wire(ABC):
         """Free everything."""
 
 
+def connect(peer: Peer) -> mq.MQ:
+    """A member of the cell's group, over its transport."""
+    backend, _ = split(peer.cell.transport)
+    options: dict[str, Any] = {}
+    if encrypts(backend):
+        if peer.rank == 0:
+            certificates.options(peer.directory)
+        peer.meet()
+        options = certificates.options(peer.directory)
+    return mq.connect(
+        backend,
+        group=peer.group,
+        name=f"rank{peer.rank}",
+        connect_timeout=peer.remaining(),
+        **options,
+    )
+
+
 class MqWire(Wire):
     """The library itself: one topic outwards, one inwards, one for bulk.
 
@@ -68,21 +86,9 @@ class MqWire(Wire):
         hub = peer.rank == 0
         self._gpu = Gpu() if peer.cell.transport.endswith("cuda") else None
         self._topic = "out" if hub else "in"
-        backend, self._mode = split(peer.cell.transport)
+        _, self._mode = split(peer.cell.transport)
         self._filled = False
-        options: dict[str, Any] = {}
-        if encrypts(backend):
-            if hub:
-                certificates.options(peer.directory)
-            peer.meet()
-            options = certificates.options(peer.directory)
-        self._queue: mq.MQ = mq.connect(
-            backend,
-            group=peer.group,
-            name=f"rank{peer.rank}",
-            connect_timeout=peer.remaining(),
-            **options,
-        )
+        self._queue = connect(peer)
         try:
             self._subscribe(peer, hub)
         except BaseException:
