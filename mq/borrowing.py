@@ -21,7 +21,7 @@ import select
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -220,9 +220,21 @@ class Returns:
             with contextlib.suppress(Exception):
                 self.wake()
 
-    def forget(self, ending: Ending) -> None:
-        """Its owner was told."""
-        self.endings.pop(id(ending), None)
+    def ended(self) -> list[Ending]:
+        """The views that have died, until `forget`."""
+        queue, known = self.queue, self.endings
+        # More die at any time, even now. One that is not known was being armed when
+        # an interrupt came, and nobody ever had the view.
+        return [
+            queue[n] for n in range(len(queue)) if known.get(id(queue[n])) is queue[n]
+        ]
+
+    def forget(self, endings: Iterable[Ending]) -> None:
+        """The owners were told of these."""
+        for ending in endings:
+            self.endings.pop(id(ending), None)
+        while self.queue and id(self.queue[0]) not in self.endings:
+            self.queue.popleft()
 
     def close(self) -> None:
         """Nobody is to be told any more."""

@@ -82,11 +82,11 @@ class Segment:
     __slots__ = ("__weakref__", "block_bytes", "fd", "id", "map", "nbytes", "used_at")
 
     def __init__(self, nbytes: int, block_bytes: int) -> None:
+        self.fd = -1
         self.id = next(_ids)
         self.nbytes = nbytes
         self.block_bytes = block_bytes
         self.used_at = time.monotonic()
-        self.fd = -1
         self.fd = os.memfd_create("mq", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # Where there is no memory this fails, in place of a SIGBUS later.
         os.posix_fallocate(self.fd, 0, nbytes)
@@ -100,7 +100,8 @@ class Segment:
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
+        if getattr(self, "fd", -1) >= 0:
+            self.close()
 
 
 def seal(fd: int) -> None:
@@ -213,9 +214,9 @@ class Lender:
 
     def trim(self, older_than_seconds: float = 0.0) -> None:
         """Give segments back of which no block was in use for so long."""
-        horizon = time.monotonic() - older_than_seconds
         with self._lock:
             self._collect()
+            horizon = time.monotonic() - older_than_seconds
             for segment in self._unused():
                 if segment.used_at <= horizon:
                     self._retire(segment)
@@ -318,7 +319,7 @@ class Lender:
                 "for others to be read, or go through the socket. Raise the limit that "
                 "the error names, or lower shm_bytes",
                 size,
-                error,
+                str(error),  # it refers to this object, and handlers may keep it
             )
 
     def _collect(self) -> None:
@@ -326,12 +327,13 @@ class Lender:
         now = time.monotonic()
         while self._ended:
             out = self._ended[0]
-            segment = out.place[0]
-            if self._out.get(out.place) is out:
+            place = getattr(out, "place", None)  # none after an interrupt in `take`
+            if place is not None and self._out.get(place) is out:
+                segment = place[0]
                 segment.used_at = now
                 if segment.id in self.segments:
-                    self._idle[segment.block_bytes].append(out.place)
-                del self._out[out.place]
+                    self._idle[segment.block_bytes].append(place)
+                del self._out[place]
             self._ended.popleft()
 
     def _retire(self, segment: Segment) -> None:

@@ -181,8 +181,9 @@ class Member:
 
     def recv(self) -> Got | MessagesLost | None:
         inbox = self.mesh.subscriber.inbox
-        item = self.mesh.subscriber.take()
+        item = None
         try:
+            item = self.mesh.subscriber.take()
             inbox.hand_over()
         except BaseException:
             if not inbox.undo_take() and item is not None:

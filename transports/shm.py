@@ -253,7 +253,7 @@ class ShmLink(StreamLink):
                 "copied. Raise the limit that the error names, or lower shm_bytes of "
                 "the publisher",
                 nbytes,
-                error,
+                str(error),
             )
 
     # -- events ----------

@@ -258,9 +258,7 @@ class Subscriber:
 
         Repeated after an interrupt it may tell them again, which is harmless.
         """
-        queue = self.returns.queue
-        # Views die at any time, even now.
-        returned = [queue[n] for n in range(len(queue))]
+        returned = self.returns.ended()
         releases: dict[Session, list[wire.Release]] = {}
         for ending in returned:
             key = ending.key
@@ -279,8 +277,7 @@ class Subscriber:
             key = ending.key
             if key.source.has_returned(key):
                 del key.source.lent[key.sequence]
-            self.returns.forget(ending)
-            queue.popleft()
+        self.returns.forget(returned)
 
     # -- what recv takes ----------
 
