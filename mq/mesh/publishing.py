@@ -29,6 +29,9 @@ COMPLAIN_SECONDS: Final = 5.0
 COPY_BYTES_PER_SECOND: Final = 2e9
 """Assumed speed of copying a large message aside; see `_stream`."""
 
+OWN_BYTES: Final = 32 << 20
+"""How much is copied aside at a time, between looks at what else there is to do."""
+
 
 def check_timeout(timeout: float | None) -> None:
     """Raises: ValueError, TypeError, if this is no time to wait."""
@@ -138,7 +141,7 @@ class Publishing(Lead):
         except BaseException:
             self.mesh.recover()
             if message is not None:
-                self._own(topic, message)
+                self._own(topic, message, None)
             raise
         if frames.nbytes > INLINE_BYTES and block is None:
             self._stream(topic, message, stream)
@@ -147,9 +150,9 @@ class Publishing(Lead):
         if held_until is not None:
             topic.open_gate(now, published_at)
 
-    def _own(self, topic: Topic, message: Outgoing) -> None:
+    def _own(self, topic: Topic, message: Outgoing, most_bytes: int | None) -> bool:
         sessions = list(self.mesh.sessions.values())
-        self._publisher.own(topic, message, sessions)
+        return self._publisher.own(topic, message, sessions, most_bytes)
 
     def _stream(self, topic: Topic, message: Outgoing, wait: bool) -> None:
         """Send a large message as the wire takes it; copy the rest aside.
@@ -169,8 +172,10 @@ class Publishing(Lead):
                     break
                 self._poll()
                 self._publisher.free_received(topic, message, sessions)
+            while not self._own(topic, message, OWN_BYTES):
+                self._poll()  # new memory may be slow, and peers must hear of us
         finally:
-            self._own(topic, message)
+            self._own(topic, message, None)
             self._leave()
 
     # -- shared memory ----------
