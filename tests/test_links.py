@@ -17,6 +17,7 @@ from mq.errors import ForkedProcess
 from mq.transport import What
 from transports._nng_pair import engine
 from transports.inproc import InprocLink
+from transports.shm import ShmLink
 from transports.tcp import TcpLink
 from transports.torchrpc import TorchRpcLink
 from transports.zmq import ZmqLink
@@ -26,6 +27,7 @@ tcp = functools.partial(ZmqLink, wires=("tcp",))
 threads = functools.partial(TorchRpcLink, threads=4)
 LINKS: dict[str, MakeLink] = {
     "inproc": InprocLink,
+    "shm": ShmLink,
     "tcp": TcpLink,
     "torchrpc": TorchRpcLink,
     "torchrpc-threads": threads,
