@@ -64,7 +64,8 @@ class Mesh:
         self._take = take
         self.stats = MeshStats()
         chunk_bytes = min(link.chunk_bytes for link in links)
-        self.publisher = Publisher(take, chunk_bytes)
+        piece_bytes = min(link.piece_bytes for link in links)
+        self.publisher = Publisher(take, chunk_bytes, piece_bytes)
         returns = Returns(lambda: self.wake())
         self.subscriber = Subscriber(take, config.max_message_bytes, returns)
         self.sessions: dict[str, Session] = {}
