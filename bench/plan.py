@@ -111,6 +111,8 @@ def raw_of(transport: str) -> str | None:
         return f"raw:{transport}:ipc"
     if transport in ("torchrpc", "torchrpc:cpu"):
         return "raw:torchrpc"
+    if transport in ("cuda", "torchrpc:cuda"):
+        return "raw:torchrpc:cuda"
     engine, _, wire = transport.partition(":")
     known = engine in ("nng", "zmq") and wire in ("ipc", "tcp")
     return f"raw:{transport}" if known else None
@@ -134,6 +136,8 @@ def baselines(transport: str, workload: str) -> list[str]:
         found.append(raw)
     if raw == "raw:torchrpc" and "raw" in allowed:
         found.append(f"{raw}:tcp")  # left to itself TensorPipe reads other memory
+    elif raw == "raw:torchrpc:cuda" and "raw" in allowed:
+        found.append("raw:torchrpc:staged")
     elif raw and "pubsub" in allowed:
         found.append(f"{raw}:pubsub")
     if transport in ("nng", "nng:ipc") and "bus" in allowed:
@@ -168,7 +172,7 @@ BASELINES = [
         for kind in ("", ":pubsub")
     ),
     BUS,
-    *(f"raw:torchrpc{wire}" for wire in ("", ":tcp")),
+    *(f"raw:torchrpc{wire}" for wire in ("", ":tcp", ":cuda", ":staged")),
     *(f"limit:{kind}" for kind in ("memcpy", "unix", "tcp")),
 ]
 

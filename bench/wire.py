@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import mq
+from bench.gpu import Gpu
 from bench.payloads import Payload
 from bench.peer import Peer
 
@@ -47,6 +48,7 @@ class MqWire(Wire):
         self._quiet = quiet
         self._peer = peer
         hub = peer.rank == 0
+        self._gpu = Gpu() if peer.cell.transport.endswith("cuda") else None
         self._topic = "out" if hub else "in"
         self._queue: mq.MQ = mq.connect(
             peer.cell.transport,
@@ -62,7 +64,8 @@ class MqWire(Wire):
 
     def _subscribe(self, peer: Peer, hub: bool) -> None:
         for topic in ["in"] if hub else ["out", "bulk"]:
-            self._queue.subscribe(topic, timeout=peer.remaining())
+            device = None if self._gpu is None else str(self._gpu.device)
+            self._queue.subscribe(topic, device=device, timeout=peer.remaining())
         expected = peer.spokes if hub else 1
         self._queue.wait_for_subscribers(
             self._topic, expected, timeout=peer.remaining()
@@ -70,14 +73,20 @@ class MqWire(Wire):
         peer.meet()
 
     def send(self, payload: Payload) -> None:
+        if self._gpu is not None:
+            payload = self._gpu.place(payload)
         self._queue.publish(self._topic, payload, timeout=self._quiet)
 
     def recv(self) -> Payload:
         payload: Payload = self._queue.recv(timeout=self._quiet).payload
+        if self._gpu is not None:
+            self._gpu.wait()
         return payload
 
     @contextmanager
     def bulk(self, payload: Payload) -> Iterator[Callable[[], int]]:
+        if self._gpu is not None:
+            payload = self._gpu.place(payload)
         stop = threading.Event()
         errors: list[BaseException] = []
         left = 0

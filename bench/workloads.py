@@ -37,9 +37,9 @@ def open_wire(peer: Peer, quiet: float | None = None) -> Iterator[Wire]:
 
         wire = RawNngWire(peer, wait)
     elif family == "raw" and engine.startswith("torchrpc"):
-        from bench.raw_torchrpc import RawRpcWire
+        from bench import raw_torchrpc
 
-        wire = RawRpcWire(peer, wait)
+        wire = raw_torchrpc.wire_of(engine)(peer, wait)
     elif family == "raw":
         from bench.raw import RawZmqWire
 

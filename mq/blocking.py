@@ -441,15 +441,16 @@ class BlockingQueue:
             peers = {
                 s.name: {
                     "wire": s.wire,
+                    "connection": {} if s.conn is None else dict(s.conn.describe()),
                     "peer_timeout": s.timeout,
                     "versions": s.peer.versions,
                     "host": s.peer.process.host,
                     "pid": s.peer.process.pid,
-                    "devices": dict(s.devices or {}),
                 }
                 for s in self._mesh.sessions.values()
             }
             versions = self._mesh.config.greeting().versions
+            engine = {} if self._closed else dict(joined.link.describe())
         meeting = joined.meeting
         return {
             "backend": resolved.backend,
@@ -457,12 +458,12 @@ class BlockingQueue:
             "name": resolved.name,
             "incarnation": self._mesh.config.incarnation,
             "addresses": list(joined.addresses),
+            "engine": engine,
             "rendezvous": "explicit" if meeting is None else meeting.description,
             "labels": list(resolved.labels),
             "peer_timeout": resolved.peer_timeout,
             "max_message_bytes": resolved.max_message_bytes,
             "versions": versions,
-            "transport": dict(joined.link.facts()),
             "peers": peers,
             "sources": dict(resolved.sources),
         }

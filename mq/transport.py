@@ -177,6 +177,14 @@ class Conn(ABC):
         """
         raise ValueError(f"{self.address} lends no memory")
 
+    def describe(self) -> Mapping[str, str]:
+        """What else people should know of this connection: how, and with whom.
+
+        For `MQ.describe` and the log, such as a device map or the name in the peer's
+        certificate; asked under the mesh's lock once messages travel.
+        """
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Break the connection and free it; no LOST is reported. Idempotent."""
@@ -192,6 +200,9 @@ class Link(ABC):
     Attributes:
         capabilities: What this transport can do.
         chunk_bytes: The largest body, in bytes.
+        least_chunk_bytes: The size of the chunks that a message travels in, as long as
+            there are few of them; larger where a message costs the link more than the
+            copying of a few MiB, which at both ends goes on beside the wire.
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
         malformed: How many messages and connections were dropped because no member
             sends such.
@@ -199,12 +210,17 @@ class Link(ABC):
             by `open`.
         devices: Of which tensors some connection may carry; set by `open`.
         piece_bytes: The largest body that is a tensor, in bytes.
+        insecure: Whether the user has said `insecure=True`; set before `open`. The
+            mesh asks for it or a secret before it opens a link on a routable address.
+            A link asks by itself where a secret does not protect what it opens.
     """
 
     capabilities: ClassVar[Capabilities]
     chunk_bytes: int = CHUNK_BYTES
+    least_chunk_bytes: int = CHUNK_BYTES
     max_ahead: int = 4 * CHUNK_BYTES
     malformed: int = 0
+    insecure: bool = False
     lender: Lender | None = None
     devices: frozenset[str] = frozenset()
     piece_bytes: int = PIECE_BYTES
@@ -258,8 +274,11 @@ class Link(ABC):
         such a use has taken in.
         """
 
-    def facts(self) -> Mapping[str, object]:
-        """What it has chosen, for `MQ.describe`: plain values by name."""
+    def describe(self) -> Mapping[str, str]:
+        """What was chosen for the engine, by default too; for `MQ.describe` and logs.
+
+        Called between `open` and `close`.
+        """
         return {}
 
     @abstractmethod

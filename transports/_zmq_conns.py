@@ -11,7 +11,7 @@ because a ROUTER cannot hang up on one of its peers.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import zmq
@@ -145,6 +145,9 @@ class ZmqConn(Conn):
         self.reason = ""  # why it is lost or closed
         self.finished = False  # nothing more is read from it
         self.body_nbytes = 0
+
+    def describe(self) -> Mapping[str, str]:
+        return {"wire": self.address.partition("://")[0]}
 
     def fail(self, reason: str, finished: bool = False) -> None:
         """Have LOST reported, after what arrived before it unless `finished`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Iterator, Mapping
 
 import zmq
 
@@ -21,6 +23,14 @@ class Accepted(ZmqConn):
         self.identity = identity
         self.fd = fd
         self._router = router
+
+    def describe(self) -> Mapping[str, str]:
+        try:  # its address has no scheme
+            with socket.socket(fileno=os.dup(self.fd)) as found:
+                unix = found.family == socket.AF_UNIX
+        except OSError:  # it has gone
+            return {}
+        return {"wire": "ipc" if unix else "tcp"}
 
     def fail(self, reason: str, finished: bool = False) -> None:
         if not self.reason:

@@ -64,8 +64,9 @@ class Mesh:
         self._take = take
         self.stats = MeshStats()
         chunk_bytes = min(link.chunk_bytes for link in links)
+        least = min(chunk_bytes, *(link.least_chunk_bytes for link in links))
         piece_bytes = min(link.piece_bytes for link in links)
-        self.publisher = Publisher(take, chunk_bytes, piece_bytes)
+        self.publisher = Publisher(take, chunk_bytes, least, piece_bytes)
         returns = Returns(lambda: self.wake())
         self.subscriber = Subscriber(take, config.max_message_bytes, returns)
         self.sessions: dict[str, Session] = {}
@@ -221,9 +222,15 @@ class Mesh:
         self.watch(session)
         session.pump(now)
         self.changed += 1
-        logger.info(
-            "%r reaches %r over %s", self.config.name, session.name, conn.address
-        )
+        if logger.isEnabledFor(logging.INFO):
+            more = "".join(f", {k} {v}" for k, v in conn.describe().items())
+            logger.info(
+                "%r reaches %r over %s%s",
+                self.config.name,
+                session.name,
+                conn.address,
+                more,
+            )
         return session
 
     def watch(self, session: Session) -> None:

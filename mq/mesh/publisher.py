@@ -26,10 +26,13 @@ MAX_FEEDS_PER_PEER = 65536
 class Publisher:
     """Topics of this member and the feeds of their subscribers."""
 
-    def __init__(self, take: Take, chunk_bytes: int, piece_bytes: int) -> None:
+    def __init__(
+        self, take: Take, chunk_bytes: int, least_chunk_bytes: int, piece_bytes: int
+    ) -> None:
         self.topics: dict[str, Topic] = {}
         self._take = take
         self._chunk_bytes = chunk_bytes
+        self._least_chunk_bytes = least_chunk_bytes
         self._piece_bytes = piece_bytes
 
     def topic(self, name: str) -> Topic:
@@ -97,7 +100,9 @@ class Publisher:
         elif frames.nbytes <= INLINE_BYTES and not frames.areas:
             data = frames.pack()
         else:
-            data = cut(frames, self._chunk_bytes, self._piece_bytes)
+            data = cut(
+                frames, self._chunk_bytes, self._least_chunk_bytes, self._piece_bytes
+            )
             if retain:
                 data.own(self._take, range(len(data.chunks)))
         message = topic.commit(published_at, data, retain)
