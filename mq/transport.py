@@ -139,9 +139,9 @@ class Conn(ABC):
         """The next message's head and the size of its body in bytes (0: none).
 
         None where no message is complete enough. A body must be taken by
-        `receive_body`, `take_piece` or `discard_body` before the next `receive`. The head belongs to
-        the caller. A peer's message beyond `MAX_HEAD_BYTES` or `chunk_bytes` breaks the
-        connection (LOST) before memory for it is taken.
+        `receive_body`, `take_piece` or `discard_body` before the next `receive`. The
+        head belongs to the caller. A peer's message beyond `MAX_HEAD_BYTES` or
+        `chunk_bytes` breaks the connection (LOST) before memory for it is taken.
         """
 
     @abstractmethod

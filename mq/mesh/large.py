@@ -131,7 +131,9 @@ class Large:
         """
         if self._staged is None:
             memory = take(self._nbytes)
-            begins = list(accumulate(self.areas, initial=self._nbytes - sum(self.areas)))
+            begins = list(
+                accumulate(self.areas, initial=self._nbytes - sum(self.areas))
+            )
             for chunk in self.chunks:
                 assert chunk is not None
                 end = chunk.offset + len(chunk.part)

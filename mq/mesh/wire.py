@@ -279,7 +279,11 @@ def parse_piece(view: memoryview) -> Piece:
     if not 0 < count <= ext.MAX_AREAS or area >= count:
         raise Malformed(f"area {area} of {count}")
     host = chunk.total - sum(sizes)
-    if host <= 0 or align(host) != host or any(n < 1 or align_area(n) != n for n in sizes):
+    if (
+        host <= 0
+        or align(host) != host
+        or any(n < 1 or align_area(n) != n for n in sizes)
+    ):
         raise Malformed(f"areas of {sizes} bytes in a message of {chunk.total}")
     return Piece(chunk, area, start, sizes)
 
