@@ -101,7 +101,10 @@ def _pack_on_device(
     """A tensor as a description and a place in the area of its device."""
     from mq.devices import Area
 
-    flat = _contiguous(tensor, carrier).reshape(-1).view(torch.uint8)
+    flat = _contiguous(tensor, carrier).reshape(-1)
+    if flat.numel() < 2:  # it may have any strides
+        flat = flat.new_empty(flat.shape).copy_(flat)
+    flat = flat.view(torch.uint8)
     device = str(tensor.device)
     area = packer.areas.get(device)
     if area is None:

@@ -107,9 +107,7 @@ class Large:
         self.block = block
         self.areas = areas
         self.devices = devices
-        self.owned = block is not None or (
-            bool(areas) and all(chunk is None or chunk.owned for chunk in chunks)
-        )
+        self.owned = block is not None
 
     def cut_block(self) -> None:
         """Cut what lies in shared memory, for those who cannot read it there."""

@@ -147,8 +147,7 @@ class Publishing(Lead):
                 self._own(topic, message)
             raise
         if type(message.data) is Large and block is None:
-            # What is the caller's no more can be sent by whoever leads.
-            self._stream(topic, message, stream and not message.data.owned)
+            self._stream(topic, message, stream)
             now = time.monotonic()
         self._sent(now, held_until)
         if held_until is not None:
