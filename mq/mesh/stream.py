@@ -30,8 +30,8 @@ class Stream:
         self._host = take(chunk.total - sum(sizes))
         self._next_offset = 0
         # One fact, so that an interrupt cannot leave half of it: the areas that have
-        # begun, and how much of the last one is there.
-        self._landed: tuple[list[Landing], int] = ([], 0)
+        # begun, how much of the last one is there, and where its last piece began.
+        self._landed: tuple[list[Landing], int, int] = ([], 0, -1)
 
     def place(
         self, chunk: Chunk, nbytes: int, sizes: tuple[int, ...]
@@ -63,9 +63,9 @@ class Stream:
         Raises:
             Malformed: It does not fit to those before it, or finds no room.
         """
-        landings, filled = self._landed
+        landings, filled, last = self._landed
         area = len(landings) - 1
-        if (place.area, place.start) < (area, filled):
+        if (place.area, place.start, len(piece)) == (area, last, filled - last):
             return  # its frame was not handled to the end, and came again
         if not landings or filled == self._sizes[area]:
             area, filled = area + 1, 0
@@ -79,7 +79,7 @@ class Stream:
             landings[-1].add(place.start, piece)
         except ValueError as error:
             raise Malformed(str(error)) from error
-        self._landed = (landings, filled)
+        self._landed = (landings, filled, place.start)
 
     def placed(self, chunk: Chunk, nbytes: int, last: bool) -> None:
         """The body of a chunk is in its place.
