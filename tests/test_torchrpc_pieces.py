@@ -1,0 +1,340 @@
+"""Tensors that TensorPipe moves as such: device maps, real calls between processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from carrying_link import CarryingLink
+from hypothesis import given
+from hypothesis import strategies as st
+from link_world import PATIENCE, World
+from torchrpc_links import context
+
+import mq
+from mq import registry
+from mq.devices import Piece
+from mq.transport import Conn, What
+from transports import _torchrpc_agent as rpc_agent
+from transports import _torchrpc_devices as devices
+from transports._torchrpc_aliases import Aliases
+from transports._torchrpc_pieces import HOST_SHARE, unwrap, weight, wrapped
+from transports.torchrpc_cuda import TorchRpcCudaLink
+
+HERE = Path(__file__).parent
+
+# -- names and maps ----------
+
+indices = st.lists(st.integers(0, 7), unique=True, max_size=4)
+maps = st.dictionaries(
+    st.sampled_from("abc"), st.dictionaries(st.integers(0, 3), st.integers(0, 3))
+)
+
+
+@given(maps, indices, st.integers(0, 5))
+def test_every_peer_finds_its_map_among_those_declared(
+    wanted: devices.DeviceMap, local: list[int], others: int
+) -> None:
+    """The agent's maps are fixed before any peer is known."""
+    aliases = Aliases(devices.all_declared(wanted, local, others))
+    given_out = set()
+    for peer in [*wanted, *("?" * others)]:
+        pairs = devices.declared(wanted, peer, local)
+        name = aliases.take(pairs)
+        assert bool(name) == bool(pairs)
+        if name:
+            mapped = aliases.declared()[name]
+            assert mapped == {f"cuda:{a}": f"cuda:{b}" for a, b in pairs}
+            assert name not in given_out
+            given_out.add(name)
+
+
+def test_names_are_used_again() -> None:
+    """As many peers at a time as there are names, and any number one after another."""
+    pairs = ((0, 1),)
+    aliases = Aliases([(pairs, 2)])
+    first, second = aliases.take(pairs), aliases.take(pairs)
+    assert aliases.take(pairs) == aliases.take(((0, 0),)) == ""
+    aliases.give_back(first)
+    assert aliases.take(pairs) == first != second
+
+
+def test_a_map_to_a_gpu_that_does_not_take_part_is_refused() -> None:
+    """TensorPipe would end both processes."""
+    with pytest.raises(ValueError, match=r"b_0_1: GPU 1 of member 'b' is not among"):
+        devices.resolve({"b": {0: 1}}, "b", (0,), 2, (0,))
+    assert devices.resolve({}, "b", (0, 1), 2, (1,)) == {1: 1}
+
+
+# -- what goes into calls ----------
+
+
+def _tensor(**options: Any) -> torch.Tensor:
+    return torch.zeros(**{"size": (9,), "dtype": torch.uint8, **options})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        (),
+        (1,),
+        (_tensor(), _tensor()),
+        (_tensor(dtype=torch.int8),),
+        (_tensor(size=(3, 3)),),
+        (_tensor(size=(18,))[::2],),
+        (_tensor(size=(0,)),),
+        (_tensor(size=(1001,)),),
+        (_tensor(device="meta"),),
+        (b"bytes",),
+    ],
+)
+def test_a_piece_that_no_member_sends_is_refused(body: tuple[object, ...]) -> None:
+    """Other dtype, shape, size, device or number."""
+    assert not unwrap([None, body], {"cpu"}, 1000)
+    assert not unwrap((_tensor(),), {"cpu"}, 1000)
+    assert not unwrap([(_tensor(),)], {"cuda:0"}, 1000)
+
+
+def test_pieces_are_told_from_host_memory() -> None:
+    """Large host memory travels as a tensor, too."""
+    piece, large = Piece(_tensor()), _tensor(size=(999,))
+    bodies, pieces = wrapped([None, b"small", large, piece])
+    assert pieces == [piece]
+    assert unwrap(bodies, {"cpu"}, 9)
+    assert bodies[:3] == [None, b"small", large]
+    assert isinstance(bodies[3], Piece)
+    assert bodies[3].tensor is piece.tensor
+    assert weight(Piece(_tensor(size=(800,)))) == 800 // HOST_SHARE
+    assert (weight(None), weight(large)) == (0, 999)
+
+
+def pieces_of(conn: Conn) -> list[tuple[bytes, bytes]]:
+    """Heads and contents of the pieces that can be received."""
+    found = []
+    while (message := conn.receive()) is not None:
+        assert conn.holds_piece
+        piece = conn.take_piece()
+        assert message[1] == len(piece)
+        found.append((bytes(message[0]), piece.tensor.numpy().tobytes()))
+    return found
+
+
+def test_pieces_arrive_whole_and_in_order_with_backpressure() -> None:
+    """As host memory does; a receiver that does not read stops the sender."""
+    with World(CarryingLink) as world:
+        conn, accepted = world.connect()
+        assert conn.devices == accepted.devices == {"cpu": "cpu"}
+        world.members[1].reading = False
+        sent = []
+        for number in range(1000):
+            tensor = torch.full((CarryingLink.piece_bytes,), number % 251)
+            piece = Piece(tensor.to(torch.uint8))
+            if not conn.try_send_piece(b"%d" % number, piece):
+                break
+            sent.append(number)
+            world.members[0].pump()
+        assert 4 < len(sent) < 1000, "nothing stops the sender"
+        got: list[tuple[bytes, bytes]] = []
+
+        def all_there() -> bool:
+            got.extend(pieces_of(accepted))
+            return len(got) == len(sent)
+
+        world.until(all_there, "all that was sent")
+        for number, (head, content) in zip(sent, got, strict=True):
+            assert int(head) == number
+            assert content == bytes([number % 251]) * CarryingLink.piece_bytes
+        world.until(
+            lambda: conn in world.members[0].conns(What.WRITABLE), "room for more"
+        )
+
+
+def test_a_piece_where_none_is_carried_breaks_the_connection() -> None:
+    """It is counted; no memory of it is kept."""
+    with World(CarryingLink) as world:
+        conn, accepted = world.connect()
+        world.members[1].link.devices = frozenset()
+        assert conn.try_send_piece(b"head", Piece(_tensor()))
+        world.lost(1, accepted)
+        assert world.members[1].link.malformed == 1
+
+
+# -- whole queues, in processes ----------
+
+
+def _subscriber(pipe: Connection, takes: bool, device: str | None) -> None:
+    registry.register("carrying", CarryingLink)
+    with mq.connect("carrying", group="pieces", name="b", takes=takes) as queue:
+        queue.subscribe("t", device=device)
+        pipe.send("subscribed")
+        for _ in range(pipe.recv()):
+            message = queue.recv(timeout=PATIENCE)
+            payload = message.payload
+            device = str(payload["x"].device)
+            total = "meta" if device == "meta" else int(payload["x"].double().sum())
+            pipe.send((message.sequence, message.nbytes, device, total, payload["y"]))
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_tensors_travel_by_real_calls(
+    monkeypatch: pytest.MonkeyPatch, takes: bool, device: str | None
+) -> None:
+    """To a process that takes them as they are, and to one that does not."""
+    monkeypatch.setitem(registry._TABLE, "carrying", registry.Entry(CarryingLink))
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_subscriber, args=(theirs, takes, device))
+    with mq.connect("carrying", group="pieces", name="a") as queue:
+        process.start()
+        try:
+            assert ours.poll(PATIENCE)
+            assert ours.recv() == "subscribed"
+            sizes = (0, 1, 1000, 300_000, 2_000_000)
+            ours.send(len(sizes))
+            for number, size in enumerate(sizes):
+                x = torch.arange(size, dtype=torch.float32)
+                y = {"n": number, "b": b"y" * (number * 50_000)}
+                queue.publish("t", {"x": x, "y": y}, timeout=PATIENCE)
+                x.fill_(-1)
+                assert ours.poll(PATIENCE)
+                sequence, nbytes, where, total, got = ours.recv()
+                assert (sequence, where, got) == (number, device or "cpu", y)
+                assert device or total == size * (size - 1) // 2
+                assert nbytes > 4 * size
+            peers = queue.describe()["peers"]
+            assert peers["b"]["connection"]["agent"].startswith("uv://")
+        finally:
+            process.join(PATIENCE)
+            process.kill()
+            process.join(PATIENCE)
+            process.close()
+            ours.close()
+            theirs.close()
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """Variables of a process in which `carrying` is a backend."""
+    distribution = tmp_path / "carrying-1.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: carrying\n")
+    (distribution / "entry_points.txt").write_text(
+        "[mq.transports]\ncarrying = carrying_link:CarryingLink\n"
+    )
+    path = os.pathsep.join(map(str, (tmp_path, HERE, HERE.parent)))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+@pytest.mark.slow
+def test_the_whole_suite_passes_where_tensors_are_carried(
+    installed: dict[str, str],
+) -> None:
+    """Every clause, with messages of which a part is on a device."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mq.testing", "carrying"],
+        env=installed,
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert "FAIL" not in done.stdout
+
+
+# -- the agent's maps, as far as they can be seen without a GPU ----------
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that believes that it has two GPUs; no tensor is ever on one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(rpc_agent, "gpus", lambda indices: [])
+    monkeypatch.setattr(rpc_agent.Agent, "_test_gpus", lambda agent: None)
+    channels = ("cma", "basic", "cuda_basic")
+    monkeypatch.setattr(rpc_agent, "channels_here", lambda names: channels)
+    options = rpc_agent.rpc.TensorPipeRpcBackendOptions
+
+    def without_cuda(*args: Any, **kwargs: Any) -> Any:
+        return options(*args, **{**kwargs, "_channels": ["cma", "basic"]})
+
+    monkeypatch.setattr(
+        rpc_agent.rpc, "TensorPipeRpcBackendOptions", without_cuda, raising=True
+    )
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_connection_says_where_tensors_arrive() -> None:
+    """By the map, or index by index; `describe` shows it."""
+    make = functools.partial(TorchRpcCudaLink, device_map="b_0_1", map_name="b")
+    with World(make) as world:
+        conn, accepted = world.connect()
+        assert conn.devices == accepted.devices == {"cuda:0": "cuda:1"}
+        assert conn.describe()["device map"] == "b_0_1"
+        assert conn.describe()["tensors"] == "cuda:0 to cuda:1"
+        assert world.members[0].link.devices == {"cuda:0", "cuda:1"}
+        world.send(conn, b"head", bytes(300_000))
+        world.arrive(world.members[1].received.setdefault(accepted, []), 1)
+    make = functools.partial(TorchRpcCudaLink, local_devices=[1])
+    with World(make) as world:
+        conn, _ = world.connect()
+        assert conn.devices == {"cuda:1": "cuda:1"}
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    "options", [{"channels": ("cma", "basic")}, {"local_devices": []}]
+)
+def test_without_a_channel_or_a_gpu_tensors_are_staged(options: dict[str, Any]) -> None:
+    """TensorPipe would abort; it is said in `describe`."""
+    with World(functools.partial(TorchRpcCudaLink, **options)) as world:
+        conn, _ = world.connect()
+        assert not conn.devices
+        assert conn.describe()["tensors"] == "staged through host memory"
+        assert not world.members[0].link.devices
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_peers_beyond_the_names_are_staged_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A name is free again once its peer is gone."""
+    options = rpc_agent.Options(maps=((((0, 0),), 2),))
+    agent = rpc_agent.acquire(options)
+    try:
+        pairs = ((0, 0),)
+        peers = [agent.peer(f"{n}", agent.url, "", pairs) for n in range(3)]
+        assert [peer.mapped for peer in peers] == [True, True, False]
+        assert "raise max_gpu_peers" in caplog.text
+        peers[0].fail("it is gone")
+        again = agent.peer("3", agent.url, "", pairs)
+        assert again.mapped
+        assert again.worker.name == peers[0].worker.name
+        assert again.worker.id != peers[0].worker.id
+        asked = [b"still", torch.arange(3)]
+        answer = agent._ask(again, rpc_agent.echo, (asked,), with_tensors=True)
+        assert answer[1].tolist() == [0, 1, 2]
+        peers[1].listeners["a connection"] = lambda reason: None
+        peers[1].fail("it is gone, but somebody may be calling it")
+        assert not agent.peer("4", agent.url, "", pairs).mapped
+    finally:
+        rpc_agent.release(agent)
+
+
+def test_channels_that_torch_lacks_are_left_out() -> None:
+    """The CPU build has none for GPUs; what it has stays in order."""
+    found = rpc_agent.channels_here(("cuda_basic", "basic", "cma", "no_such"))
+    assert [name for name in found if not name.startswith("cuda")] == ["basic", "cma"]
+
+
+@pytest.mark.parametrize("number", [-1, 5000])
+def test_the_number_of_gpu_peers_is_bounded(number: int) -> None:
+    """Every call pays for each."""
+    with pytest.raises(ValueError, match="max_gpu_peers"):
+        TorchRpcCudaLink(max_gpu_peers=number)
