@@ -169,17 +169,19 @@ def test_a_piece_where_none_is_carried_breaks_the_connection() -> None:
 # -- whole queues, in processes ----------
 
 
-def _subscriber(pipe: Connection, takes: bool, device: str | None) -> None:
+def _subscriber(
+    pipe: Connection, backend: str, options: dict[str, Any], device: str | None
+) -> None:
     registry.register("carrying", CarryingLink)
-    with mq.connect("carrying", group="pieces", name="b", takes=takes) as queue:
+    with mq.connect(backend, group="pieces", name="b", **options) as queue:
         queue.subscribe("t", device=device)
         pipe.send("subscribed")
         for _ in range(pipe.recv()):
             message = queue.recv(timeout=PATIENCE)
             payload = message.payload
-            device = str(payload["x"].device)
-            total = "meta" if device == "meta" else int(payload["x"].double().sum())
-            pipe.send((message.sequence, message.nbytes, device, total, payload["y"]))
+            where = str(payload["x"].device)
+            total = None if where == "meta" else int(payload["x"].double().sum())
+            pipe.send((message.sequence, message.nbytes, where, total, payload["y"]))
 
 
 @pytest.mark.parametrize("takes", [True, False])
@@ -189,9 +191,23 @@ def test_tensors_travel_by_real_calls(
 ) -> None:
     """To a process that takes them as they are, and to one that does not."""
     monkeypatch.setitem(registry._TABLE, "carrying", registry.Entry(CarryingLink))
+    _send_to_a_process("carrying", "cpu", {"takes": takes}, device)
+
+
+def _send_to_a_process(
+    backend: str, source: str, options: dict[str, Any], device: str | None
+) -> None:
+    """Tensors of all sizes to another process, each overwritten at once.
+
+    Args:
+        source: The device where they are.
+        options: Of the other process's queue.
+        device: Where its subscription asks for them.
+    """
     ours, theirs = context.Pipe()
-    process = context.Process(target=_subscriber, args=(theirs, takes, device))
-    with mq.connect("carrying", group="pieces", name="a") as queue:
+    arguments = (theirs, backend, options, device)
+    process = context.Process(target=_subscriber, args=arguments)
+    with mq.connect(backend, group="pieces", name="a") as queue:
         process.start()
         try:
             assert ours.poll(PATIENCE)
@@ -199,14 +215,14 @@ def test_tensors_travel_by_real_calls(
             sizes = (0, 1, 1000, 300_000, 2_000_000)
             ours.send(len(sizes))
             for number, size in enumerate(sizes):
-                x = torch.arange(size, dtype=torch.float32)
+                x = torch.arange(size, dtype=torch.float32, device=source)
                 y = {"n": number, "b": b"y" * (number * 50_000)}
                 queue.publish("t", {"x": x, "y": y}, timeout=PATIENCE)
                 x.fill_(-1)
                 assert ours.poll(PATIENCE)
                 sequence, nbytes, where, total, got = ours.recv()
-                assert (sequence, where, got) == (number, device or "cpu", y)
-                assert device or total == size * (size - 1) // 2
+                assert (sequence, where, got) == (number, device or source, y)
+                assert where == "meta" or total == size * (size - 1) // 2
                 assert nbytes > 4 * size
             peers = queue.describe()["peers"]
             assert peers["b"]["connection"]["agent"].startswith("uv://")
@@ -338,3 +354,39 @@ def test_the_number_of_gpu_peers_is_bounded(number: int) -> None:
     """Every call pays for each."""
     with pytest.raises(ValueError, match="max_gpu_peers"):
         TorchRpcCudaLink(max_gpu_peers=number)
+
+
+# -- on a GPU ----------
+
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@needs_a_gpu
+@pytest.mark.parametrize("device", [None, "cpu", "cuda:0"])
+def test_tensors_travel_from_gpu_to_gpu(device: str | None) -> None:
+    """Between two processes on one GPU; who asks for it gets them on the CPU."""
+    _send_to_a_process("torchrpc:cuda", "cuda:0", {}, device)
+
+
+@pytest.mark.gpu
+@needs_a_gpu
+def test_queues_of_one_process_exchange_tensors_on_a_gpu() -> None:
+    """Of every dtype, on another stream, retained too; nothing stays on the CPU."""
+    values = torch.randint(0, 2, (64,), device="cuda:0")
+    sent = {
+        str(dtype): values.to(dtype)
+        for dtype in (torch.bool, torch.bfloat16, torch.float16, torch.int64)
+    }
+    with (
+        mq.connect("cuda", group="one gpu", name="a") as a,
+        mq.connect("cuda", group="one gpu", name="b") as b,
+    ):
+        a.publish("t", sent, retain=True, timeout=PATIENCE)
+        b.subscribe("t")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = b.recv(timeout=PATIENCE).payload
+            assert {str(t.device) for t in found.values()} == {"cuda:0"}
+            assert all(torch.equal(found[key], sent[key]) for key in sent)
+        connection = a.describe()["peers"]["b"]["connection"]
+        assert connection["tensors"].startswith("cuda:0 to cuda:0")
