@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -22,11 +21,9 @@ import mq
 from mq import registry
 from mq.devices import Piece
 from mq.transport import Conn, What
-from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_devices as devices
 from transports._torchrpc_aliases import Aliases
 from transports._torchrpc_pieces import HOST_SHARE, unwrap, weight, wrapped
-from transports.torchrpc_cuda import TorchRpcCudaLink
 
 HERE = Path(__file__).parent
 
@@ -264,129 +261,12 @@ def test_the_whole_suite_passes_where_tensors_are_carried(
     assert "FAIL" not in done.stdout
 
 
-# -- the agent's maps, as far as they can be seen without a GPU ----------
-
-
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that believes that it has two GPUs; no tensor is ever on one."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(rpc_agent, "gpus", lambda indices: [])
-    monkeypatch.setattr(rpc_agent.Agent, "_test_gpus", lambda agent: None)
-    channels = ("cma", "basic", "cuda_basic")
-    monkeypatch.setattr(rpc_agent, "channels_here", lambda names: channels)
-    options = rpc_agent.rpc.TensorPipeRpcBackendOptions
-
-    def without_cuda(*args: Any, **kwargs: Any) -> Any:
-        return options(*args, **{**kwargs, "_channels": ["cma", "basic"]})
-
-    monkeypatch.setattr(
-        rpc_agent.rpc, "TensorPipeRpcBackendOptions", without_cuda, raising=True
-    )
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_connection_says_where_tensors_arrive() -> None:
-    """By the map, or index by index; `describe` shows it."""
-    make = functools.partial(TorchRpcCudaLink, device_map="b_0_1", map_name="b")
-    with World(make) as world:
-        conn, accepted = world.connect()
-        assert conn.devices == accepted.devices == {"cuda:0": "cuda:1"}
-        assert conn.describe()["device map"] == "b_0_1"
-        assert conn.describe()["tensors"] == "cuda:0 to cuda:1"
-        assert world.members[0].link.devices == {"cuda:0", "cuda:1"}
-        world.send(conn, b"head", bytes(300_000))
-        world.arrive(world.members[1].received.setdefault(accepted, []), 1)
-    make = functools.partial(TorchRpcCudaLink, local_devices=[1])
-    with World(make) as world:
-        conn, _ = world.connect()
-        assert conn.devices == {"cuda:1": "cuda:1"}
-
-
-@pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(
-    "options", [{"channels": ("cma", "basic")}, {"local_devices": []}]
-)
-def test_without_a_channel_or_a_gpu_tensors_are_staged(options: dict[str, Any]) -> None:
-    """TensorPipe would abort; it is said in `describe`."""
-    with World(functools.partial(TorchRpcCudaLink, **options)) as world:
-        conn, _ = world.connect()
-        assert not conn.devices
-        assert conn.describe()["tensors"] == "staged through host memory"
-        assert not world.members[0].link.devices
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_peers_beyond_the_names_are_staged_and_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A name is free again once its peer is gone."""
-    options = rpc_agent.Options(maps=((((0, 0),), 2),))
-    agent = rpc_agent.acquire(options)
-    try:
-        pairs = ((0, 0),)
-        peers = [agent.peer(f"{n}", agent.url, "", pairs) for n in range(3)]
-        assert [peer.mapped for peer in peers] == [True, True, False]
-        assert "raise max_gpu_peers" in caplog.text
-        peers[0].fail("it is gone")
-        again = agent.peer("3", agent.url, "", pairs)
-        assert again.mapped
-        assert again.worker.name == peers[0].worker.name
-        assert again.worker.id != peers[0].worker.id
-        asked = [b"still", torch.arange(3)]
-        answer = agent._ask(again, rpc_agent.echo, (asked,), with_tensors=True)
-        assert answer[1].tolist() == [0, 1, 2]
-        peers[1].listeners["a connection"] = lambda reason: None
-        peers[1].fail("it is gone, but somebody may be calling it")
-        assert not agent.peer("4", agent.url, "", pairs).mapped
-    finally:
-        rpc_agent.release(agent)
-
-
-def test_channels_that_torch_lacks_are_left_out() -> None:
-    """The CPU build has none for GPUs; what it has stays in order."""
-    found = rpc_agent.channels_here(("cuda_basic", "basic", "cma", "no_such"))
-    assert [name for name in found if not name.startswith("cuda")] == ["basic", "cma"]
-
-
-@pytest.mark.parametrize("number", [-1, 5000])
-def test_the_number_of_gpu_peers_is_bounded(number: int) -> None:
-    """Every call pays for each."""
-    with pytest.raises(ValueError, match="max_gpu_peers"):
-        TorchRpcCudaLink(max_gpu_peers=number)
-
-
 # -- on a GPU ----------
-
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @pytest.mark.gpu
-@needs_a_gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("device", [None, "cpu", "cuda:0"])
 def test_tensors_travel_from_gpu_to_gpu(device: str | None) -> None:
     """Between two processes on one GPU; who asks for it gets them on the CPU."""
     _send_to_a_process("torchrpc:cuda", "cuda:0", {}, device)
-
-
-@pytest.mark.gpu
-@needs_a_gpu
-def test_queues_of_one_process_exchange_tensors_on_a_gpu() -> None:
-    """Of every dtype, on another stream, retained too; nothing stays on the CPU."""
-    values = torch.randint(0, 2, (64,), device="cuda:0")
-    sent = {
-        str(dtype): values.to(dtype)
-        for dtype in (torch.bool, torch.bfloat16, torch.float16, torch.int64)
-    }
-    with (
-        mq.connect("cuda", group="one gpu", name="a") as a,
-        mq.connect("cuda", group="one gpu", name="b") as b,
-    ):
-        a.publish("t", sent, retain=True, timeout=PATIENCE)
-        b.subscribe("t")
-        with torch.cuda.stream(torch.cuda.Stream()):
-            found = b.recv(timeout=PATIENCE).payload
-            assert {str(t.device) for t in found.values()} == {"cuda:0"}
-            assert all(torch.equal(found[key], sent[key]) for key in sent)
-        connection = a.describe()["peers"]["b"]["connection"]
-        assert connection["tensors"].startswith("cuda:0 to cuda:0")
