@@ -43,8 +43,9 @@ class TorchRpcCudaLink(TorchRpcLink):
         options: Those of `TorchRpcLink`, on top.
     """
 
+    # The CUDA driver keeps threads and descriptors until the process ends.
     capabilities: ClassVar[Capabilities] = replace(
-        TorchRpcLink.capabilities, devices=frozenset({"cpu", "cuda"})
+        TorchRpcLink.capabilities, devices=frozenset({"cpu", "cuda"}), engine_stays=True
     )
     _gpu: ClassVar[bool] = True
 
