@@ -152,9 +152,3 @@ class StagedRpcWire(RawRpcWire):
     def bulk(self, payload: Payload) -> Iterator[Callable[[], int]]:
         with super().bulk(move(self._gpu.place(payload), "cpu")) as turn:
             yield turn
-
-
-def wire_of(name: str) -> type[RawRpcWire]:
-    """The class for "torchrpc", "torchrpc:tcp", "torchrpc:cuda", "torchrpc:staged"."""
-    kinds: dict[str, type[RawRpcWire]] = {"cuda": CudaRpcWire, "staged": StagedRpcWire}
-    return kinds.get(name.partition(":")[2], RawRpcWire)

@@ -47,6 +47,7 @@ _TABLE: Final[dict[str, Entry]] = {
     "nng:tls": Entry("transports.nng_tls:NngTlsLink", "pynng"),
     "shm": Entry("transports.shm:ShmLink"),
     "tcp": Entry("transports.tcp:TcpLink"),
+    "tls": Entry("transports.tls:TlsLink"),
     "torchrpc:cpu": Entry("transports.torchrpc:TorchRpcLink", "torch"),
     "torchrpc:cuda": Entry("transports.torchrpc_cuda:TorchRpcCudaLink", "torch"),
     "zmq": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("ipc", "tcp")}),

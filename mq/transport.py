@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -131,8 +131,9 @@ class Conn(ABC):
         """`try_send` for a body on a device, one of `devices`; it stays as it is."""
         raise NotImplementedError(f"{type(self).__name__} carries no tensors")
 
-    def let_go(self) -> None:  # noqa: B027 - most links read a body at once
-        """Copy what is still to be read of bodies; their owner takes them back."""
+    def let_go(self) -> None:
+        """Copy what is still to be read of bodies, for their owner takes them back."""
+        return
 
     @abstractmethod
     def receive(self) -> tuple[bytes | memoryview, int] | None:
@@ -169,8 +170,17 @@ class Conn(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} lends no memory")
 
-    def borrow(self, segment: int, offset: int, nbytes: int) -> memoryview:
+    def borrow(
+        self,
+        segment: int,
+        offset: int,
+        nbytes: int,
+        take: Callable[[int], memoryview],
+    ) -> memoryview:
         """A part of a segment that the peer has lent, as by `mq.borrowing`.
+
+        Args:
+            take: Makes memory for a copy, where the segment cannot be mapped.
 
         Raises:
             ValueError: There is no such segment, or it has no such part.
@@ -220,8 +230,8 @@ class Link(ABC):
     least_chunk_bytes: int = CHUNK_BYTES
     max_ahead: int = 4 * CHUNK_BYTES
     malformed: int = 0
-    insecure: bool = False
     lender: Lender | None = None
+    insecure: bool = False
     devices: frozenset[str] = frozenset()
     piece_bytes: int = PIECE_BYTES
 

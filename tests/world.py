@@ -158,6 +158,7 @@ class Member:
         keep: int | None = None,
         depth: int = 1000,
         window_bytes: int = 1 << 28,
+        zero_copy: bool = False,
     ) -> Subscription:
         mesh = self.mesh
         subscription = mesh.subscriber.subscribe(
@@ -165,7 +166,7 @@ class Member:
             keep,
             depth,
             window_bytes,
-            False,
+            zero_copy,
             None,
             mesh.publisher.topic(topic).stats,
             list(mesh.sessions.values()),
@@ -218,7 +219,7 @@ class Member:
             block = lender.take(len(payload))
             if block is not None:
                 frames.pack_into(block.area)
-            elif mesh.publisher.borrowers():
+            elif mesh.publisher.borrowers(topic):
                 return False
         message = mesh.publisher.publish(topic, frames, now, retain, now, block=block)
         mesh.publisher.own(topic, message, list(mesh.sessions.values()))
@@ -229,8 +230,15 @@ class Member:
         return True
 
     def recv(self) -> Got | MessagesLost | None:
-        item = self.mesh.subscriber.take()
-        self.mesh.subscriber.inbox.hand_over()
+        inbox = self.mesh.subscriber.inbox
+        item = None
+        try:
+            item = self.mesh.subscriber.take()
+            inbox.hand_over()
+        except BaseException:
+            if not inbox.undo_take() and item is not None:
+                inbox.put_back(item)
+            raise
         if item is None or isinstance(item, MessagesLost):
             return item
         peer = item.source.session.peer
@@ -300,6 +308,20 @@ class World:
             self.join(name)
         self.settle()
 
+    def close(self) -> None:
+        """Free what is not only memory of Python's."""
+        for member in self.members.values():
+            member.views.clear()
+            member.mesh.close()
+            for conn in member.link.conns:
+                conn.mappings.clear()
+            if member.link.lender is not None:
+                member.link.lender.close()
+        for conn in self.net.conns:
+            conn.mappings.clear()
+        self.members.clear()
+        self.net.conns.clear()
+
     def clock(self) -> float:
         return self.now
 
@@ -351,6 +373,9 @@ class World:
         self.net.links.pop(member.link.address, None)
         for conn in list(member.link.conns):
             conn.close()
+            conn.mappings.clear()
+        if member.link.lender is not None:
+            member.link.lender.close()
         return member
 
     def leave(self, name: str) -> Member:

@@ -131,7 +131,8 @@ class Router:
 
     def _report(self) -> Iterator[Event]:
         port, busy = self.port, self.port.link.busy
-        self._say_goodbye()
+        if self._farewells:
+            self._say_goodbye()
         for _ in range(BURST):
             conn, taken = self.front(), port.taken
             while self._fresh:
@@ -143,8 +144,9 @@ class Router:
             yield conn.readable
             if port not in busy or port.taken == taken:  # the mesh comes back
                 return
-        yield from self._report_room()
-        if port in busy:
+        if self.refused:
+            yield from self._report_room()
+        if self.lost and port in busy:
             yield from self._report_lost()
         if port in busy and (not port.events() & IN or port.current is not None):
             del busy[port]

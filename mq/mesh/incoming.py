@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mq.borrowing import Key, Returns, arm
+from mq.borrowing import Key, Returns, arm, is_borrowed
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
@@ -23,9 +23,10 @@ from mq.stats import TopicStats
 if TYPE_CHECKING:
     from mq.devices import Piece
     from mq.frames import Spread
+    from mq.mesh.copying import Copies, Copying
     from mq.mesh.session import Session
 
-Borrow = Callable[[int, int, int], memoryview]
+Borrow = Callable[[int, int, int, Take], memoryview]
 MOST_AT_ONCE: Final = 32
 """Messages that `recv` decodes ahead at most."""
 
@@ -47,9 +48,19 @@ class Run:
         nbytes: Size of the areas together.
         taken: How many `recv` has taken, where `Inbox.prepared` says nothing newer.
         counted: How many of these the credit and the counters know of.
+        copying: Until it is copied into memory of the receiver's own: how far that is.
     """
 
-    __slots__ = ("areas", "counted", "first", "nbytes", "source", "taken", "times")
+    __slots__ = (
+        "areas",
+        "copying",
+        "counted",
+        "first",
+        "nbytes",
+        "source",
+        "taken",
+        "times",
+    )
 
     def __init__(
         self,
@@ -63,6 +74,7 @@ class Run:
         self.times = times
         self.areas = areas
         self.nbytes = sum(map(len, areas))
+        self.copying: Copying | None = None
         self.taken = 0
         self.counted = 0
 
@@ -337,12 +349,17 @@ class Source:
         limit: int,
         fifo: deque[Item],
         borrow: Borrow,
+        take: Take,
         returns: Returns,
+        copies: Copies,
     ) -> bool:
         """Take a message where it lies in the publisher's memory.
 
+        Who does not view it there gets a copy, which is begun.
+
         Returns:
-            False: it was taken before and nobody has a view of it any more.
+            Whether it is still needed there. False: it was taken before and nobody has
+            a view of it any more, or it had to be copied.
 
         Raises:
             Malformed: There is no such memory, or no credit for it.
@@ -356,14 +373,19 @@ class Source:
                 f"announces {lent.nbytes} bytes, max_message_bytes is {limit}"
             )
         try:
-            area = borrow(lent.segment, lent.offset, lent.nbytes)
+            area = borrow(lent.segment, lent.offset, lent.nbytes, take)
         except ValueError as error:
             raise Malformed(str(error)) from error
-        token = object()
-        self.lent[sequence] = token
-        arm(area, returns, Key(self, sequence, token))
-        self.arrived(fifo, Run(self, sequence, (lent.published_at,), [area]))
-        return True
+        in_place = is_borrowed(area)
+        run = Run(self, sequence, (lent.published_at,), [area])
+        if in_place:
+            token = object()
+            self.lent[sequence] = token
+            arm(area, returns, Key(self, sequence, token))
+            if self.subscription.keep is None and not self.subscription.zero_copy:
+                copies.begin(run)
+        self.arrived(fifo, run)
+        return in_place
 
     def has_returned(self, key: Key) -> bool:
         """Whether it was the view that counts, of a message that was handed over."""

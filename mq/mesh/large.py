@@ -117,10 +117,12 @@ class Large:
 
     def _cut_own(self, memory: memoryview) -> None:
         """Cut memory that holds all of it."""
+        chunks: list[Chunk | None] = []
         for begin, slice_ in _slices(memory, _usual(self._nbytes, self._chunk_bytes)):
             chunk = Chunk(begin, b"", slice_)
             chunk.owned = True
-            self.chunks.append(chunk)
+            chunks.append(chunk)
+        self.chunks = chunks  # in one step: an interrupt before it leaves none
 
     def stage(self, take: Take) -> Large:
         """All of it in host memory, for those who do not get its areas otherwise.

@@ -115,12 +115,15 @@ class Mesh:
             session = self._watches.get(fd)
             if session is not None:
                 self._check_process(session)
+        subscriber = self.subscriber
         for _ in range(ROUNDS_PER_POLL):
             self.reader.stopped_early = False
             for link in self.links:
                 for event in link.poll():
                     self._handle(event)
-                    if until_message and self.subscriber.inbox.fifo:
+                    if until_message and subscriber.inbox.fifo:
+                        if subscriber.copies:
+                            subscriber.copies.go_on()
                         self._unfinished = True
                         self._polling = False
                         return
@@ -131,6 +134,11 @@ class Mesh:
                 self.greetings.attempt_due(now)
             self._last_poll = now
             self._unfinished = self.pump(now, flush) or self.reader.stopped_early
+            if subscriber.copies:
+                subscriber.copies.go_on()
+                self.changed += 1
+                self._unfinished = True
+                break  # there may be something to take now
             if not self._unfinished:
                 break
         self._polling = False
@@ -224,13 +232,7 @@ class Mesh:
         self.changed += 1
         if logger.isEnabledFor(logging.INFO):
             more = "".join(f", {k} {v}" for k, v in conn.describe().items())
-            logger.info(
-                "%r reaches %r over %s%s",
-                self.config.name,
-                session.name,
-                conn.address,
-                more,
-            )
+            logger.info("session with %s over %s%s", session.name, conn.address, more)
         return session
 
     def watch(self, session: Session) -> None:
@@ -323,14 +325,13 @@ class Mesh:
     def _end_loans(self, session: Session) -> None:
         """The peer will not release what it was lent.
 
-        Unless its process has ended it may still read that memory, which is therefore
-        never used again.
+        It, or if its process has ended a child of it, may still read that memory, which
+        is therefore never used again.
         """
-        if session.watch is None or not session.watch.ended():
-            for link in self.links:
-                for block in session.lent.values():
-                    if link.lender is not None:
-                        link.lender.retire(block.segment)
+        for link in self.links:
+            for block in session.lent.values():
+                if link.lender is not None:
+                    link.lender.retire(block.segment)
         session.lent.clear()
         session.peer_waits = False
         self.hurry()
@@ -395,6 +396,7 @@ class Mesh:
                 else:
                     self._heartbeat(session, now)
         self.greetings.tick(now)
+        self.subscriber.returns.look_for_children()
 
     def _heartbeat(self, session: Session, now: float) -> None:
         interval = 2.5
@@ -436,6 +438,7 @@ class Mesh:
             session.lent.clear()
         for topic in self.publisher.topics.values():
             topic.drop_all()
+        self.subscriber.returns.close()
         self.conns.clear()
         self.sessions.clear()
         self._watches.clear()

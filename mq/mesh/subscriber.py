@@ -10,6 +10,7 @@ from mq.borrowing import Returns
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
+from mq.mesh.copying import Copies
 from mq.mesh.inbox import Inbox
 from mq.mesh.incoming import Arrivals, Borrow, Run, Source, Subscription
 from mq.mesh.large import Take
@@ -33,10 +34,12 @@ class Subscriber:
     Attributes:
         owed: Sessions for which `take` queued credit, until the caller sends it.
         returns: Views of publishers' memory that have died, until `give_back`.
+        copies: Messages that are being copied from there.
     """
 
     def __init__(self, take: Take, max_message_bytes: int, returns: Returns) -> None:
         self.returns = returns
+        self.copies = Copies(take)
         self.topics: dict[str, Subscription] = {}
         self.inbox = Inbox()
         self._by_id: dict[int, Subscription] = {}
@@ -201,7 +204,8 @@ class Subscriber:
                 raise Malformed(f"a message of {largest} bytes is over the limit")
             if source is not None:
                 source.arrived(self.inbox.fifo, Run(source, first, times, areas))
-                self._activate(source)
+                if not source.active:
+                    self._activate(source)
 
     def _activate(self, source: Source) -> None:
         """A publisher that begins to publish gets the share of those that do."""
@@ -217,7 +221,7 @@ class Subscriber:
                 raise Malformed(f"subscription {subscription} never existed")
             return None
         source = known.sources.get(session)
-        if source is None or not source.confirmed:
+        if source is None or not source.arrivals:
             raise Malformed(f"message for unconfirmed subscription {subscription}")
         return source
 
@@ -255,11 +259,14 @@ class Subscriber:
     def lent(self, session: Session, lent: wire.Lent, borrow: Borrow) -> None:
         """A message lies in its publisher's memory."""
         source = self._source(session, lent.subscription)
-        if source is not None and source.borrow(
-            lent, self._limit, self.inbox.fifo, borrow, self.returns
-        ):
+        in_place = False
+        if source is not None:
+            fifo = self.inbox.fifo
+            in_place = source.borrow(
+                lent, self._limit, fifo, borrow, self._take, self.returns, self.copies
+            )
             self._activate(source)
-        else:
+        if not in_place:
             release = wire.Release(lent.subscription, lent.sequence)
             session.control(wire.RELEASE, [release])
 
@@ -268,26 +275,26 @@ class Subscriber:
 
         Repeated after an interrupt it may tell them again, which is harmless.
         """
-        queue = self.returns.queue
-        # Finalizers append at any time, even now.
-        returned = [queue[n] for n in range(len(queue))]
+        returned = self.returns.ended()
         releases: dict[Session, list[wire.Release]] = {}
-        for key, mapping, offset, nbytes in returned:
+        for ending in returned:
+            key = ending.key
             source: Source = key.source
             if source.has_returned(key) and source.session.alive:
                 subscription = source.subscription
                 if subscription.zero_copy:
-                    mapping.forget_writes(offset, nbytes)
+                    ending.mapping.forget_writes(ending.offset, ending.nbytes)
                 release = wire.Release(subscription.id, key.sequence)
                 releases.setdefault(source.session, []).append(release)
         for session, found in releases.items():
             for start in range(0, len(found), RELEASES_PER_FRAME):
                 part = found[start : start + RELEASES_PER_FRAME]
                 session.control(wire.RELEASE, part)
-        for key, *_ in returned:
+        for ending in returned:
+            key = ending.key
             if key.source.has_returned(key):
                 del key.source.lent[key.sequence]
-            queue.popleft()
+        self.returns.forget(returned)
 
     # -- what recv takes ----------
 
