@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from mq.buffers import copy
 from mq.errors import PublishTimeout
 from mq.mesh import wire
-from mq.mesh.large import INLINE_BYTES
+from mq.mesh.large import INLINE_BYTES, Large
 from mq.mesh.lead import Lead
 from mq.mesh.mesh import Mesh
 from mq.mesh.outgoing import Outgoing, Topic
@@ -40,7 +40,11 @@ def check_timeout(timeout: float | None) -> None:
 
 
 class Publishing(Lead):
-    """The publishing calls on a mesh; any thread may make them."""
+    """The publishing calls on a mesh; any thread may make them.
+
+    Attributes:
+        devices: Of which some connection may carry tensors.
+    """
 
     def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
         super().__init__(mesh, poller, where)
@@ -49,6 +53,7 @@ class Publishing(Lead):
         lenders = [link.lender for link in mesh.links if link.lender is not None]
         self._lender = lenders[0] if lenders else None
         self._told: set[Session] = set()
+        self.devices = frozenset[str]().union(*(link.devices for link in mesh.links))
         self._waits: Counter[Session] = Counter()
 
     def join(self, name: str, data: bytes) -> bool:
@@ -96,6 +101,7 @@ class Publishing(Lead):
             block is None
             and self._lender is not None
             and frames.nbytes > INLINE_BYTES
+            and not frames.areas
             and self._is_to_be_lent(name, frames, retain, deadline, only_try)
         ):
             block, waits = self._take_block(name, frames.nbytes, deadline, only_try)
@@ -104,6 +110,8 @@ class Publishing(Lead):
             if block is not None:
                 for start, piece in frames.segments():
                     copy(piece, block.area[start : start + len(piece)])
+        if frames.areas:
+            self._publisher.fill_pieces(frames)
         with self.lock:
             if self.closing or self.forked or self.mesh.replaced:
                 self._refuse()
@@ -143,7 +151,7 @@ class Publishing(Lead):
             if message is not None:
                 self._own(topic, message, None)
             raise
-        if frames.nbytes > INLINE_BYTES and block is None:
+        if type(message.data) is Large and block is None:
             self._stream(topic, message, stream)
             now = time.monotonic()
         self._sent(now, held_until)
@@ -161,7 +169,9 @@ class Publishing(Lead):
         costs at most about as long as copying the rest would, so the sum is never more
         than twice the better of the two.
         """
-        budget = 0.002 + len(message.data) / COPY_BYTES_PER_SECOND
+        assert isinstance(message.data, Large)
+        to_copy = len(message.data) - sum(message.data.areas)
+        budget = 0.002 + to_copy / COPY_BYTES_PER_SECOND
         deadline = time.monotonic() + (budget if wait else 0.0)
         sessions = [feed.session for feed in topic.feeds]
         try:
@@ -177,6 +187,16 @@ class Publishing(Lead):
         finally:
             self._own(topic, message, None)
             self._leave()
+
+    def carried(self, name: str) -> frozenset[str]:
+        """Devices whose tensors are to stay there for the next message on a topic.
+
+        All of the transport's, while nobody listens.
+        """
+        with self.lock:
+            topic = self._topics.get(name)
+            found = None if topic is None else self._publisher.carried(topic)
+        return self.devices if found is None else frozenset(found)
 
     # -- shared memory ----------
 
