@@ -1,4 +1,5 @@
-# make bench    a short head-to-head of all transports usable here, ending in a report
+# make bench    a short head-to-head of the transports, in less than five minutes
+# make bench-full  every transport, workload and size: takes hours, Ctrl-C keeps what there is
 # make test     the whole test suite
 # make check    format, lint, types
 # make stress   the conformance suite ten times in a row beside a busy core
@@ -8,10 +9,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: bench test check stress clean
+.PHONY: bench bench-full test check stress clean
 
 bench: $(READY)
 	$(BIN)/mq bench --quick
+
+bench-full: $(READY)
+	$(BIN)/mq bench
 
 test: $(READY)
 	$(BIN)/python tests/parts.py

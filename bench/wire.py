@@ -13,7 +13,15 @@ from bench.peer import Peer
 
 
 class Wire(ABC):
-    """A hub and its spokes: the hub sends to all spokes, a spoke to the hub."""
+    """A hub and its spokes: the hub sends to all spokes, a spoke to the hub.
+
+    Args:
+        quiet: Seconds without a message after which `recv` gives up.
+    """
+
+    @abstractmethod
+    def __init__(self, peer: Peer, quiet: float) -> None:
+        """Join the others; all of them do so together."""
 
     @abstractmethod
     def send(self, payload: Payload) -> None:
