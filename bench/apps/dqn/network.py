@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from bench.apps.seeding import initialize
+
 
 class Pictures(nn.Module):
     """Bytes to numbers from 0 to 1."""
@@ -19,17 +21,16 @@ def make(shape: tuple[int, ...], actions: int, seed: int) -> nn.Sequential:
     Args:
         shape: (n,) for numbers, (stack, height, width) for pictures.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if len(shape) == 1:
-            return nn.Sequential(
-                nn.Linear(shape[0], 128),
-                nn.ReLU(),
-                nn.Linear(128, 128),
-                nn.ReLU(),
-                nn.Linear(128, actions),
-            )
-        body = nn.Sequential(
+    if len(shape) == 1:
+        model = nn.Sequential(
+            nn.Linear(shape[0], 128),
+            nn.ReLU(),
+            nn.Linear(128, 128),
+            nn.ReLU(),
+            nn.Linear(128, actions),
+        )
+    else:
+        model = nn.Sequential(
             Pictures(),
             nn.Conv2d(shape[0], 16, 8, 4),
             nn.ReLU(),
@@ -37,7 +38,7 @@ def make(shape: tuple[int, ...], actions: int, seed: int) -> nn.Sequential:
             nn.ReLU(),
             nn.Flatten(),
         )
-        features = body(torch.zeros(1, *shape)).shape[1]
-        return body.extend(
-            [nn.Linear(features, 256), nn.ReLU(), nn.Linear(256, actions)]
-        )
+        features = model(torch.zeros(1, *shape)).shape[1]
+        model.extend([nn.Linear(features, 256), nn.ReLU(), nn.Linear(256, actions)])
+    initialize(model, seed)
+    return model

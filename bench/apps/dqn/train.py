@@ -126,11 +126,11 @@ def train(
     ):
         crew = None if alone else stack.enter_context(Crew(backend, group, task))
 
-        def look(learner: Learner) -> None:
+        def look(training: Training) -> None:
             if crew is not None:
                 crew.mend()
             watch.look(learner)
-            tick(learner)
+            tick(training)
 
         summary = Training(queue, task, learner, look, resumed=resume).run()
         watch.end(learner)

@@ -12,7 +12,6 @@ from bench.apps.dqn.collector import TRANSITIONS, WEIGHTS
 from bench.apps.dqn.learner import Learner
 from bench.apps.dqn.task import Task
 
-Tick: TypeAlias = Callable[[Learner], None]
 _LOOK = 0.2  # seconds that a wait lasts at most, so that `Tick` is called
 _BEHIND = 4  # chunks of every collector that the learner may owe iterations for
 
@@ -73,6 +72,10 @@ class Training:
         tick: Called again and again, at least every second.
         resumed: Whether the learner has gone on from a checkpoint, so that collectors
             may be there already.
+
+    Attributes:
+        learner: What is trained.
+        summary: What it was like so far.
     """
 
     def __init__(
@@ -85,13 +88,14 @@ class Training:
     ) -> None:
         self._queue = queue
         self._task = task
-        self._learner = learner
+        self.learner = learner
         self._tick = tick
         self._ledger = Ledger(not resumed)
         self._ended: set[tuple[str, str]] = set()
         self._version = learner.iteration
         self._heard = time.monotonic()
         self._started: float | None = None
+        self._stopped = False
         self._begin = (0, 0)
         self.summary = Summary()
 
@@ -114,8 +118,12 @@ class Training:
         self.summary.lost += self._ledger.lost
         return self.summary
 
+    def stop(self) -> None:
+        """End training soon, as if the task were done; for `tick`."""
+        self._stopped = True
+
     def _freely(self) -> None:
-        learner, task = self._learner, self._task
+        learner, task = self.learner, self._task
         most = int(_BEHIND * task.collectors * task.chunk * task.ratio) + 1
         while not self._over():
             owed = learner.owed()
@@ -126,16 +134,16 @@ class Training:
                     continue
             if owed > 0:
                 self._learn()
-            self._tick(learner)
+            self._tick(self)
 
     def _in_step(self) -> None:
         """Take turns: one chunk of every collector, then all iterations owed."""
-        learner, task = self._learner, self._task
+        learner, task = self.learner, self._task
         while not self._over():
             chunks: dict[int, dict[str, Any]] = {}
             while len(chunks) < task.collectors:
                 chunk = self._take(_LOOK)
-                self._tick(learner)
+                self._tick(self)
                 if chunk is not None and chunk["version"] == self._version:
                     chunks.setdefault(chunk["collector"], chunk)
             for _, chunk in sorted(chunks.items()):
@@ -146,17 +154,18 @@ class Training:
             self._publish()
 
     def _over(self) -> bool:
-        learner, task, summary = self._learner, self._task, self.summary
+        learner, task, summary = self.learner, self._task, self.summary
         mean = learner.mean_return()
         if mean is not None:
             summary.best = max(mean, summary.best or mean)
             if task.goal is not None and mean >= task.goal and not summary.reached:
                 summary.reached = learner.steps
         enough = task.iterations is not None and learner.iteration >= task.iterations
-        return enough or bool(summary.reached) or learner.steps >= task.steps
+        done = self._stopped or enough or bool(summary.reached)
+        return done or learner.steps >= task.steps
 
     def _learn(self, publish: bool = True) -> None:
-        learner = self._learner
+        learner = self.learner
         if self._started is None:
             self._started = time.monotonic()
             self._begin = (learner.iteration, learner.steps)
@@ -168,7 +177,7 @@ class Training:
 
     def _publish(self, stop: bool = False) -> None:
         begin = time.monotonic()
-        policy = self._learner.policy(self._version, stop)
+        policy = self.learner.policy(self._version, stop)
         self._queue.publish(WEIGHTS, policy, retain=True)
         self.summary.transport += time.monotonic() - begin
 
@@ -212,18 +221,22 @@ class Training:
             return
         iterations, steps = self._begin
         self.summary.seconds = time.monotonic() - self._started
-        self.summary.iterations = self._learner.iteration - iterations
-        self.summary.steps = self._learner.steps - steps
+        self.summary.iterations = self.learner.iteration - iterations
+        self.summary.steps = self.learner.steps - steps
 
     def _drain(self) -> None:
         """Take what is still on its way, until every collector said its last word."""
         self._heard = time.monotonic()
         while True:
-            self._tick(self._learner)
+            self._tick(self)
             chunk = self._take(_LOOK)
             if chunk is not None:
-                self._learner.take(chunk)
+                self.learner.take(chunk)
                 continue
             ended = {name for name, _ in self._ended}
             if ended.issuperset(self._queue.subscribers(WEIGHTS)):
                 return
+
+
+Tick: TypeAlias = Callable[[Training], None]
+"""What a training calls, so that others see how far it is."""

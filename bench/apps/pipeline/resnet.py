@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bench.apps.seeding import initialize
+
 EXPANSION = 4
 """Channels that leave a block, by those inside of it."""
 
@@ -66,24 +68,24 @@ def shards(size: Size, seed: int) -> tuple[nn.Sequential, nn.Sequential]:
     The first has the stem and layers 1 and 2, the second layers 3 and 4 and the
     classifier: about 45 and 55 per cent of the multiplications.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        width = size.width
-        stem = [
-            nn.Conv2d(3, width, 7, 2, padding=3, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, 2, padding=1),
-        ]
-        layers = _layers(size)
-        outgoing = 8 * width * EXPANSION
-        head = [
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(outgoing, size.classes),
-        ]
+    width = size.width
+    stem = [
+        nn.Conv2d(3, width, 7, 2, padding=3, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, padding=1),
+    ]
+    layers = _layers(size)
+    outgoing = 8 * width * EXPANSION
+    head = [
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(outgoing, size.classes),
+    ]
     first = nn.Sequential(*stem, *layers[:2])
-    return first, nn.Sequential(*layers[2:], *head)
+    last = nn.Sequential(*layers[2:], *head)
+    initialize(nn.Sequential(first, last), seed)
+    return first, last
 
 
 def _layers(size: Size) -> Sequence[nn.Sequential]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bench.apps.seeding import initialize
 from bench.apps.timing import Timed
 
 TO_FAR, TO_NEAR = "to-far", "to-near"
@@ -40,9 +41,9 @@ class Task:
 
     def shard(self, place: int) -> nn.Linear:
         """The near (0) or far (1) shard, with weights that depend on the seed alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed + place)
-            return nn.Linear(self.width, self.width).to(self.place(place))
+        shard = nn.Linear(self.width, self.width)
+        initialize(shard, self.seed + place)
+        return shard.to(self.place(place))
 
     def inputs(self) -> Tensor:
         """The input of every pass, (rows, width)."""
