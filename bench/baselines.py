@@ -57,18 +57,19 @@ _RPC, _SOCKET = "bench.raw_torchrpc:RawRpcWire", "bench.limits:SocketWire"
 BASELINES = {
     **{f"raw:nng:{wire}": Baseline(_NNG) for wire in ("ipc", "tcp")},
     **{
-        f"raw:nng:{wire}:pubsub": Baseline(_NNG, _RATE, lossy=True)
+        f"raw:nng:{wire}:pubsub": Baseline(_NNG, _RATE, lossy=True, quick=100)
         for wire in ("ipc", "tcp")
     },
-    # 640 MB take it 40 s, of which nobody learns more than of 40 MB.
+    # 640 MB take it 40 s.
     BUS: Baseline(
-        "bench.raw_nng:NngBusWire", _TO_ONE | _RATE, lossy=True, quick=100_000_000
+        "bench.raw_nng:NngBusWire", _TO_ONE | _RATE, lossy=True, quick=20_000_000
     ),
     **{f"raw:zmq:{wire}": Baseline(_ZMQ) for wire in ("ipc", "tcp")},
     **{
-        f"raw:zmq:{wire}:pubsub": Baseline(_ZMQ, _RATE, lossy=True)
+        f"raw:zmq:{wire}:pubsub": Baseline(_ZMQ, _RATE, lossy=True, quick=100)
         for wire in ("ipc", "tcp")
     },
+    "raw:zmq:tcp:curve": Baseline(_ZMQ, _TO_ONE | _RATE, quick=100_000_000),
     **{f"raw:torchrpc{wire}": Baseline(_RPC) for wire in ("", ":tcp")},
     QUEUES: Baseline("bench.raw_multiprocessing:QueueWire"),
     "raw:iceoryx2": Baseline(
@@ -91,19 +92,47 @@ BASELINES = {
     "limit:unix": Baseline(_SOCKET, _TO_ONE),
     "limit:tcp": Baseline(_SOCKET, _TO_ONE),
 }
+MODES = {
+    "view": frozenset({"latency", "fanout", "stream"}),
+    "loan": frozenset({"latency", "fanout"}),
+}
+"""Ways to use a transport that shares memory, as in "shm+view", and their workloads.
+
+view: subscribers read the publisher's memory; loan: it is filled in place, too.
+"""
+
 OPTIONAL = ("raw:ray", "raw:redis", "raw:zenoh")
 """Other systems: beside no transport, in a full run where they are installed."""
+
+
+def split(transport: str) -> tuple[str, str]:
+    """The backend string and the mode of "shm+view"; the mode is empty without one."""
+    backend, _, mode = transport.partition("+")
+    return backend, mode
+
+
+def shares_memory(backend: str) -> bool:
+    """Whether members on one host read each other's memory; `auto` finds out."""
+    return backend.partition(":")[0] in ("shm", "auto")
+
+
+def encrypts(backend: str) -> bool:
+    """Whether a transport needs certificates."""
+    return backend in ("tls", "nng:tls")
 
 
 @lru_cache
 def raw_of(transport: str) -> tuple[str, ...]:
     """The bare libraries that a transport is compared with, the nearest one first."""
+    transport, _ = split(transport)
     if transport in ("nng", "zmq"):  # they choose ipc between members on one host
         return (f"raw:{transport}:ipc",)
     if transport in ("torchrpc", "torchrpc:cpu"):
         return ("raw:torchrpc",)
-    if transport == "shm":  # what others use in its place on one host
+    if shares_memory(transport):  # what others use in its place on one host
         return ("raw:zmq:ipc", QUEUES, "raw:iceoryx2")
+    if transport == "tls":
+        return ("raw:zmq:tcp:curve",)
     name = f"raw:{transport}"
     return (name,) if name in BASELINES else ()
 
@@ -111,7 +140,8 @@ def raw_of(transport: str) -> tuple[str, ...]:
 @lru_cache
 def limit_of(transport: str) -> str:
     """What bounds a transport on one host."""
-    if transport in ("inproc", "shm"):
+    transport, _ = split(transport)
+    if transport == "inproc" or shares_memory(transport):
         return "limit:memcpy"
     unix = transport in ("nng", "zmq") or transport.endswith(":ipc")
     return "limit:unix" if unix else "limit:tcp"
@@ -137,6 +167,9 @@ def is_baseline(transport: str) -> bool:
 
 def can_run(transport: str, workload: str) -> bool:
     """Whether a transport or baseline has this workload."""
+    _, mode = split(transport)
+    if mode:
+        return workload in MODES.get(mode, ())
     known = BASELINES.get(transport)
     return known is None or workload in known.workloads
 

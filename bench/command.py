@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import baselines, compare, plan, report
+from bench import baselines, certificates, compare, plan, report
 from bench.progress import Progress, title
 from bench.rows import Cell, Result, Writer, environment
 from bench.runner import run_cell
@@ -24,8 +25,8 @@ other, and compared by the ratios within a round. Results are written as JSON li
   mq bench report RESULTS.jsonl       write the report on a run again
   mq bench apps                       applications end to end: mq bench apps --help"""
 
-_QUICK_ROUNDS, _QUICK_BUDGET = 3, 0.2
-_QUICK_SECONDS = 265.0  # the report takes 10 more, and all of it less than 300
+_QUICK_ROUNDS, _QUICK_BUDGET = 3, 0.15
+_QUICK_SECONDS = 255.0  # the report takes 15 more, and all of it less than 300
 _TOUCH = 5 << 30  # enough for the largest cells; see peer.touch_memory
 
 
@@ -155,17 +156,24 @@ def _check(options: argparse.Namespace) -> None:
             options.transports = [*_registered(), *_installed()]
     for name in options.transports:
         if not baselines.is_baseline(name):
-            _unusable(name)
+            unusable(name)
         elif name not in baselines.BASELINES:
             known = ", ".join(baselines.BASELINES)
             raise LookupError(f"no baseline {name!r}; there are {known}")
 
 
 def _registered() -> list[str]:
+    """Every transport, with its modes."""
     from mq import registry
 
     known = registry.names()  # a bare name stands for one of its wires
-    return [name for name in known if f"{name}:ipc" not in known]
+    found = []
+    for name in known:
+        if f"{name}:ipc" not in known:
+            found.append(name)
+            if registry.check(name) is None and registry.capabilities(name).zero_copy:
+                found += [f"{name}+{mode}" for mode in baselines.MODES]
+    return found
 
 
 def _installed() -> list[str]:
@@ -179,7 +187,7 @@ def _installed() -> list[str]:
     return found
 
 
-def _unusable(name: str) -> str | None:
+def unusable(name: str) -> str | None:
     """Why a transport or baseline cannot be used here, or None.
 
     Raises:
@@ -189,9 +197,17 @@ def _unusable(name: str) -> str | None:
 
     if name in baselines.BASELINES:
         return baselines.check(name)
-    reason = registry.check(name)
-    if reason and name not in registry.names():
+    backend, mode = baselines.split(name)
+    reason = registry.check(backend)
+    if reason and backend not in registry.names():
         raise LookupError(reason)
+    if "+" in name and mode not in baselines.MODES:
+        known = ", ".join(f"+{mode}" for mode in baselines.MODES)
+        raise LookupError(f"no mode {name!r}; there are {known}")
+    if mode and not reason and not registry.capabilities(backend).zero_copy:
+        raise LookupError(f"{backend} shares no memory: there is no {name!r}")
+    if baselines.encrypts(backend) and not shutil.which(certificates.PROGRAM):
+        return reason or f"no program {certificates.PROGRAM!r} to make certificates by"
     return reason
 
 
@@ -199,7 +215,8 @@ def _threads(name: str) -> bool:
     """Whether members on this transport are threads of one process."""
     from mq import registry
 
-    return not registry.capabilities(name).separate_processes
+    backend, _ = baselines.split(name)
+    return not registry.capabilities(backend).separate_processes
 
 
 def _output(asked: Path | None) -> Path:
@@ -250,7 +267,7 @@ def _measure_all(planned: Sequence[Cell], writer: Writer, end: float | None) -> 
     """
     status = 0
     runners = {cell.transport for cell in planned} - {"mq", "raw"}
-    unusable = {name: reason for name in runners if (reason := _unusable(name))}
+    reasons = {name: reason for name in runners if (reason := unusable(name))}
     with Progress(planned, end).shown() as progress:
         for cell in planned:
             start = time.monotonic()
@@ -259,7 +276,7 @@ def _measure_all(planned: Sequence[Cell], writer: Writer, end: float | None) -> 
                     writer.add(Result.of(cell, "skipped", "a quick run's time was up"))
                 continue
             progress.begin(cell)
-            result = measure(cell, unusable, touch=end is None)
+            result = measure(cell, reasons, touch=end is None)
             writer.add(result)
             progress.end(cell, time.monotonic() - start)
             if result.status == "failed":
@@ -268,15 +285,15 @@ def _measure_all(planned: Sequence[Cell], writer: Writer, end: float | None) -> 
     return status
 
 
-def measure(cell: Cell, unusable: dict[str, str], touch: bool = False) -> Result:
+def measure(cell: Cell, reasons: dict[str, str], touch: bool = False) -> Result:
     """One cell, or the reason why it is not run.
 
     Args:
-        unusable: Reasons by transport.
+        reasons: Why transports cannot be used here.
         touch: Whether to touch memory beforehand, as much as the cell may need. Cells
             that use what they need before the timed part measure the same without.
     """
-    reason = unusable.get(cell.transport) or plan.too_large(cell)
+    reason = reasons.get(cell.transport) or plan.too_large(cell)
     if reason:
         return Result.of(cell, "skipped", reason)
     workload = plan.WORKLOADS[cell.workload]

@@ -59,6 +59,7 @@ def render(
         conditions=published()[1] if run.of("latency") else [],
         ratio=_ratio,
         rows=_rows,
+        prose=_prose,
         svg=lambda plot: Markup(plot.svg()),
     )
 
@@ -85,6 +86,15 @@ def _sections(run: Run, plots: Sequence[Plot]) -> list[Section]:
     # What people look at first comes first.
     first = ("import", "codec")
     return sorted(found, key=lambda section: section.table.title in first)
+
+
+def _prose(text: str) -> Markup:
+    """Words between backticks as code."""
+    parts = [
+        Markup("<code>{}</code>" if place % 2 else "{}").format(part)
+        for place, part in enumerate(text.split("`"))
+    ]
+    return Markup("").join(parts)
 
 
 def _ratio(value: float | None) -> Markup:

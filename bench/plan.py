@@ -15,14 +15,10 @@ SIZES = (1250, 20_000, 1_250_000, 10_000_000, 40_000_000, 640_000_000)
 LARGE_SIZES = (1_250_000_000, 2_500_000_000)
 QUICK_SIZES = (1250, 1_250_000, 10_000_000, 40_000_000, 640_000_000)
 QUICK_TRANSPORTS = (
-    "inproc",
-    "nng:ipc",
-    "nng:tcp",
-    "zmq:ipc",
-    "zmq:tcp",
-    "torchrpc:cpu",
+    *("inproc", "shm", "shm+view", "shm+loan"),
+    *("nng:ipc", "nng:tcp", "tcp", "tls"),
+    *("zmq:ipc", "zmq:tcp", "torchrpc:cpu"),
 )
-
 ONCE = 100_000_000
 """Bytes from which a quick run measures in its first round only: they take longest."""
 

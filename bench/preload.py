@@ -6,6 +6,7 @@ imported them, but not used them, has them at once.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 
@@ -15,6 +16,8 @@ _OURS = ("join", "codec", "loans", "tensors", "arrays", "queue")
 _BENCH = ("workloads", "wire", "limits", "raw", "raw_nng", "actor_learner", "small")
 
 importlib.import_module("torch")
+with contextlib.suppress(ImportError):
+    importlib.import_module("gymnasium")
 for _name in (*(f"mq.{name}" for name in _OURS), *(f"bench.{name}" for name in _BENCH)):
     importlib.import_module(_name)
 for _name in registry.names():

@@ -14,7 +14,8 @@ from bench.summary import Published, Row, Run, nearest, number, published
 
 NOTES = {
     "latency": "One message at a time, one way: the round trip with an empty answer, "
-    "less half an empty round trip.",
+    "less half an empty round trip. `+view`: subscribers read the publisher's memory; "
+    "`+loan`: it was filled in place, too, before the time began.",
     "fanout": "One way to the last of three subscribers, as for latency.",
     "rate": "Delivered per second, one dictionary per message. raw: one message per "
     "frame, its payload by msgpack; the faster of PUSH/PULL and PUB/SUB (`:pubsub`), "
@@ -217,4 +218,6 @@ def reach_of(transport: str) -> str:
     """How far a transport reaches: "process", "host" or "network"."""
     if transport == "inproc":
         return "process"
+    if transport.startswith("auto"):
+        return "network"  # beyond one host over its wire
     return "network" if limit_of(transport) == "limit:tcp" else "host"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import ClassVar
 
@@ -48,10 +48,18 @@ class AutoLink(Link):
         """Those of all links."""
         return sum(link.malformed for link in self._links)
 
+    def describe(self) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        for link in self._links:
+            found.update(link.describe())
+        return found
+
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
     ) -> list[str]:
         wanted: dict[Link, list[str]] = {link: [] for link in self._links}
+        for link in self._links:
+            link.insecure = self.insecure
         for address in listen:
             wanted[self._link_of(address)].append(address)
         opened: list[Link] = []

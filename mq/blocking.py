@@ -432,6 +432,7 @@ class BlockingQueue:
             peers = {
                 s.name: {
                     "wire": s.wire,
+                    "connection": {} if s.conn is None else dict(s.conn.describe()),
                     "peer_timeout": s.timeout,
                     "versions": s.peer.versions,
                     "host": s.peer.process.host,
@@ -440,6 +441,7 @@ class BlockingQueue:
                 for s in self._mesh.sessions.values()
             }
             versions = self._mesh.config.greeting().versions
+            engine = {} if self._closed else dict(joined.link.describe())
         meeting = joined.meeting
         return {
             "backend": resolved.backend,
@@ -447,6 +449,7 @@ class BlockingQueue:
             "name": resolved.name,
             "incarnation": self._mesh.config.incarnation,
             "addresses": list(joined.addresses),
+            "engine": engine,
             "rendezvous": "explicit" if meeting is None else meeting.description,
             "labels": list(resolved.labels),
             "peer_timeout": resolved.peer_timeout,

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -114,8 +114,9 @@ class Conn(ABC):
             is reported.
         """
 
-    def let_go(self) -> None:  # noqa: B027 - most links read a body at once
-        """Copy what is still to be read of bodies; their owner takes them back."""
+    def let_go(self) -> None:
+        """Copy what is still to be read of bodies, for their owner takes them back."""
+        return
 
     @abstractmethod
     def receive(self) -> tuple[bytes | memoryview, int] | None:
@@ -156,6 +157,14 @@ class Conn(ABC):
         """
         raise ValueError(f"{self.address} lends no memory")
 
+    def describe(self) -> Mapping[str, str]:
+        """What else people should know of this connection: how, and with whom.
+
+        For `MQ.describe` and the log, such as a device map or the name in the peer's
+        certificate; asked under the mesh's lock once messages travel.
+        """
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Break the connection and free it; no LOST is reported. Idempotent."""
@@ -171,18 +180,26 @@ class Link(ABC):
     Attributes:
         capabilities: What this transport can do.
         chunk_bytes: The largest body, in bytes.
+        least_chunk_bytes: The size of the chunks that a message travels in, as long as
+            there are few of them; larger where a message costs the link more than the
+            copying of a few MiB, which at both ends goes on beside the wire.
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
         malformed: How many messages and connections were dropped because no member
             sends such.
         lender: Memory that peers on this host read in place, where there is any; set
             by `open`.
+        insecure: Whether the user has said `insecure=True`; set before `open`. The
+            mesh asks for it or a secret before it opens a link on a routable address.
+            A link asks by itself where a secret does not protect what it opens.
     """
 
     capabilities: ClassVar[Capabilities]
     chunk_bytes: int = CHUNK_BYTES
+    least_chunk_bytes: int = CHUNK_BYTES
     max_ahead: int = 4 * CHUNK_BYTES
     malformed: int = 0
     lender: Lender | None = None
+    insecure: bool = False
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -232,6 +249,13 @@ class Link(ABC):
         use of the link before a thread sleeps, so that no descriptor need signal what
         such a use has taken in.
         """
+
+    def describe(self) -> Mapping[str, str]:
+        """What was chosen for the engine, by default too; for `MQ.describe` and logs.
+
+        Called between `open` and `close`.
+        """
+        return {}
 
     @abstractmethod
     def is_routable(self, address: str) -> bool:

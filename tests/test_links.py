@@ -12,21 +12,25 @@ import links
 import nng_links
 import pytest
 from link_world import MakeLink, World
+from tls_files import tls_options
 
 from mq.errors import ForkedProcess
 from mq.transport import What
 from transports._nng_pair import engine
 from transports.inproc import InprocLink
 from transports.tcp import TcpLink
+from transports.tls import TlsLink
 from transports.torchrpc import TorchRpcLink
 from transports.zmq import ZmqLink
 
 ipc = functools.partial(ZmqLink, wires=("ipc",))
 tcp = functools.partial(ZmqLink, wires=("tcp",))
+tls = functools.partial(TlsLink, **tls_options())
 threads = functools.partial(TorchRpcLink, threads=4)
 LINKS: dict[str, MakeLink] = {
     "inproc": InprocLink,
     "tcp": TcpLink,
+    "tls": tls,
     "torchrpc": TorchRpcLink,
     "torchrpc-threads": threads,
     "zmq": ZmqLink,

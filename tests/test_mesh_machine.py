@@ -30,6 +30,7 @@ NAMES = ("a", "b", "c", "d", "e")
 TOPICS = ("t", "u")
 PEER_TIMEOUT = 4.0
 INLINE_BYTES = 128
+PIECE_BYTES = 500
 HISTORIES = (
     (None, 1, 1 << 20),
     (None, 3, 1 << 20),
@@ -199,7 +200,8 @@ class MeshMachine(RuleBasedStateMachine):
     ) -> None:
         member = self._running(name)
         if member is not None and (name, topic) not in self.readings:
-            self.readings[name, topic] = Reading(member.subscribe(topic, *history))
+            subscription = member.subscribe(topic, *history, zero_copy=topic == "u")
+            self.readings[name, topic] = Reading(subscription)
 
     @rule(name=names, topic=topics)
     def unsubscribe(self, name: str, topic: str) -> None:
@@ -460,5 +462,6 @@ def test_any_interleaving_of_faults_keeps_the_contract(
 ) -> None:
     """No loss, no double, no gap unreported, no stuck credit, nothing left behind."""
     monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+    monkeypatch.setattr("mq.mesh.copying.PIECE_BYTES", PIECE_BYTES)
     profile = "campaign" if "MQ_MACHINE_EXAMPLES" in os.environ else "ci"
     run_state_machine_as_test(MeshMachine, settings=settings.get_profile(profile))

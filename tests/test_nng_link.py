@@ -17,7 +17,8 @@ from typing import Any
 import pynng
 import pytest
 from link_world import PATIENCE, MakeLink, World
-from nng_links import ipc, tcp, tls, tls_options
+from nng_links import ipc, tcp, tls
+from tls_files import tls_options
 
 import mq
 from mq.errors import ForkedProcess

@@ -132,6 +132,7 @@ class Member:
         keep: int | None = None,
         depth: int = 1000,
         window_bytes: int = 1 << 28,
+        zero_copy: bool = False,
     ) -> Subscription:
         mesh = self.mesh
         subscription = mesh.subscriber.subscribe(
@@ -139,7 +140,7 @@ class Member:
             keep,
             depth,
             window_bytes,
-            False,
+            zero_copy,
             None,
             mesh.publisher.topic(topic).stats,
             list(mesh.sessions.values()),
@@ -238,6 +239,20 @@ class World:
             self.join(name)
         self.settle()
 
+    def close(self) -> None:
+        """Free what is not only memory of Python's."""
+        for member in self.members.values():
+            member.views.clear()
+            member.mesh.close()
+            for conn in member.link.conns:
+                conn.mappings.clear()
+            if member.link.lender is not None:
+                member.link.lender.close()
+        for conn in self.net.conns:
+            conn.mappings.clear()
+        self.members.clear()
+        self.net.conns.clear()
+
     def clock(self) -> float:
         return self.now
 
@@ -289,6 +304,9 @@ class World:
         self.net.links.pop(member.link.address, None)
         for conn in list(member.link.conns):
             conn.close()
+            conn.mappings.clear()
+        if member.link.lender is not None:
+            member.link.lender.close()
         return member
 
     def leave(self, name: str) -> Member:

@@ -16,7 +16,7 @@ import os
 import select
 import socket
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pynng import ffi, lib
@@ -316,6 +316,14 @@ class TlsChannel(Channel):
             lib.nng_stream_free(self._stream)
             if self._copy >= 0:
                 os.close(self._copy)
+
+    def describe(self) -> Mapping[str, str]:
+        found = ffi.new("char **")
+        if lib.nng_stream_get_string(self._stream, b"tls-peer-cn", found):
+            return {}
+        name: bytes = ffi.string(found[0])
+        lib.nng_strfree(found[0])
+        return {"certificate": name.decode(errors="replace")}
 
     def freed(self) -> bool:
         return self._fd < 0 or inode(self._fd) != self._inode

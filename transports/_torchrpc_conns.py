@@ -10,11 +10,10 @@ order; they are numbered and put in order in the mesh's thread.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -54,11 +53,12 @@ class RpcConn(Conn):
         self._first: What | None = None
         self._peer: calls.Peer | None = None
         self._theirs = b""
+        self._greeting: Greeting | None = None
         # sending
         self._unsent: deque[tuple[bytes, Body, int]] = deque()
-        self._answers: deque[tuple[int, str]] = deque()
+        self._calls: deque[tuple[Any, int]] = deque()
+        self._watched = False
         self._ahead = 0
-        self._calls = 0
         self._sent = 0
         self._issuing = False
         self._refused = False
@@ -92,15 +92,22 @@ class RpcConn(Conn):
             greeting.agent, greeting.url, greeting.worker
         )
         self._theirs = bytes.fromhex(greeting.token)
+        self._greeting = greeting
         self._peer.listeners[self] = self._peer_lost
         self._first = first
         self._link.notice(self)
+
+    def describe(self) -> Mapping[str, str]:
+        return (
+            {} if self._greeting is None else self._link.describe_peer(self._greeting)
+        )
 
     @property
     def unanswered(self) -> bool:
         """Whether calls are under way; their tensors are in use."""
         self._settle()
-        return self._calls > 0
+        self._watch()
+        return bool(self._calls)
 
     def _peer_lost(self, reason: str) -> None:
         self.reason = self.reason or f"TensorPipe lost the peer: {reason}"
@@ -136,24 +143,22 @@ class RpcConn(Conn):
         if not 0 < len(head) <= MAX_HEAD_BYTES or nbytes > self._link.largest:
             self.fail(f"a message of {nbytes} bytes is outside the limits")
             return True
-        if self._answers:
+        if self._calls:
             self._settle()
         if self._ahead and self._ahead + nbytes > self._link.max_ahead:
             self._refused = True
-            self._settle()  # an answer that came before could not know
-            if self._ahead and self._ahead + nbytes > self._link.max_ahead:
-                return False
-            self._refused = False
+            self._watch()
+            return False
         self._unsent.append((bytes(head), _outgoing(body), nbytes))
         self._ahead += nbytes
-        if self._calls >= CALLS:
-            self._settle()  # an answer that came before could not know of this message
         self._flush(CALLS)
+        if self._unsent:
+            self._watch()
         return True
 
     def _flush(self, most: int) -> None:
         """Send what waits, as far as so many calls may be under way."""
-        while self._unsent and self._calls < most and not self.reason:
+        while self._unsent and len(self._calls) < most and not self.reason:
             heads: list[bytes] = []
             bodies: list[Body] = []
             nbytes = 0
@@ -166,41 +171,47 @@ class RpcConn(Conn):
 
     def _issue(self, heads: list[bytes], bodies: list[Body], nbytes: int) -> None:
         assert self._peer is not None
-        answered = functools.partial(self._answered, nbytes)
+        arguments = (self._theirs, self._sent, heads, bodies)
         self._issuing = True
-        self._calls += 1
         try:
-            self._peer.call(
-                calls.deliver, (self._theirs, self._sent, heads, bodies), answered
+            call = self._peer.call(
+                calls.deliver, arguments, any(map(_is_tensor, bodies))
             )
+            self._calls.append((call, nbytes))
         except RuntimeError as error:
-            self._calls -= 1
             self.fail(f"TensorPipe cannot reach the peer: {error}")
         self._sent += 1
         self._issuing = False
 
-    def _answered(self, nbytes: int, future: Any) -> None:
-        """A call ended; in a thread of TensorPipe's, or within `_issue`."""
-        problem = calls.failure(future)
-        if problem and self._peer is not None:
-            self._peer.fail(problem)  # so that the next dial takes a new connection
-        elif not future.value():
-            problem = "unheard"
-        self._answers.append((nbytes, problem))
-        if problem or self._refused or self._unsent or self.closed:
-            self._link.notice(self)
+    def _watch(self) -> None:
+        """Have the link look here when the oldest call is answered.
+
+        Only where something waits for that: a callback runs Python in a thread of
+        TensorPipe's, just when the mesh's thread wants to run.
+        """
+        if self._calls and not self._watched:
+            self._watched = True
+            self._calls[0][0].add_done_callback(self._answered)
+
+    def _answered(self, future: Any) -> None:
+        """In a thread of TensorPipe's, or within `_watch`."""
+        self._watched = False
+        self._link.notice(self)
 
     def _settle(self) -> None:
-        """Take note of the answers."""
-        while self._answers:
-            nbytes, problem = self._answers.popleft()
-            self._calls -= 1
+        """Take note of the answers, in the order of the calls."""
+        while self._calls and self._calls[0][0].done():
+            future, nbytes = self._calls.popleft()
             self._ahead -= nbytes
-            if problem == "unheard":
+            problem = calls.failure(future)
+            if problem:
+                if self._peer is not None:
+                    # So that the next dial takes a new connection.
+                    self._peer.fail(problem)
+                self.fail(f"TensorPipe lost the peer: {problem}")
+            elif not future.value():
                 # Its goodbye, which says how much to wait for, may still be coming.
                 self._unheard_at = self._unheard_at or time.monotonic()
-            elif problem:
-                self.fail(f"TensorPipe lost the peer: {problem}")
 
     # -- receiving ----------
 
@@ -293,6 +304,8 @@ class RpcConn(Conn):
             return Event(first, self)
         self._settle()
         self._flush(CALLS)
+        if self._refused or self._unsent:
+            self._watch()
         if self._refused and 2 * self._ahead <= self._link.max_ahead:
             self._refused = False
             if not self.reason:
@@ -338,6 +351,10 @@ class RpcConn(Conn):
             self.control.send({"goodbye": self._sent})
         self.reason = self.reason or "closed"
         self._shut()
+
+
+def _is_tensor(body: Body) -> bool:
+    return isinstance(body, torch.Tensor)
 
 
 def _outgoing(body: memoryview | None) -> Body:

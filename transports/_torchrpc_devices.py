@@ -128,6 +128,21 @@ def check_local(wanted: DeviceMap, local: Sequence[int], count: int) -> None:
                 )
 
 
+def check_ranks(wanted: DeviceMap, world_size: int) -> None:
+    """Refuse a map that names a rank which the launcher has not started.
+
+    Raises:
+        ValueError: Names the entry.
+    """
+    for peer, pairs in wanted.items():
+        if peer.isdecimal() and int(peer) >= world_size:
+            entry = describe({peer: pairs}).partition(",")[0]
+            raise ValueError(
+                f"device map {entry}: no member is {peer!r}: WORLD_SIZE is "
+                f"{world_size}, so they are 0 to {world_size - 1}"
+            )
+
+
 def resolve(
     wanted: DeviceMap, peer: str, local: Sequence[int], remote_count: int
 ) -> dict[int, int]:

@@ -196,7 +196,7 @@ class ShmLink(StreamLink):
     def targets(self, address: str) -> Sequence[tuple[int, Any]]:
         return [(socket.AF_UNIX, _path(address))]
 
-    def describe(self, peer: Any) -> str:
+    def name_peer(self, peer: Any) -> str:
         return f"{_SCHEME}(accepted)"
 
     def tune(self, sock: socket.socket) -> None:

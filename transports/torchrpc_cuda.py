@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,8 +14,6 @@ from transports import _torchrpc_devices as devices
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import BadNote, Greeting
 from transports.torchrpc import TorchRpcLink
-
-logger = logging.getLogger(__name__)
 
 
 class TorchRpcCudaLink(TorchRpcLink):
@@ -30,7 +28,7 @@ class TorchRpcCudaLink(TorchRpcLink):
         local_devices: The GPUs of this process that take part; default: all visible.
         map_name: What the device maps of others call this process; default: `MQ_NAME`,
             else `RANK`, of the environment.
-        options: Those of `TorchRpcLink`.
+        options: Those of `TorchRpcLink`, on top.
     """
 
     def __init__(
@@ -39,26 +37,14 @@ class TorchRpcCudaLink(TorchRpcLink):
         device_map: str | Mapping[object, object] | None = None,
         local_devices: Sequence[object] | None = None,
         map_name: str | None = None,
-        transports: Sequence[str] = ("uv",),
-        channels: Sequence[str] = ("cma", "basic"),
-        infiniband: bool = False,
-        threads: int = 1,
-        greeting_timeout: float = 5.0,
-        trusted_network: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            transports=transports,
-            channels=channels,
-            infiniband=infiniband,
-            threads=threads,
-            greeting_timeout=greeting_timeout,
-            trusted_network=trusted_network,
-        )
+        super().__init__(**options)
         environment = os.environ.get("MQ_NAME") or os.environ.get("RANK") or ""
         self._map_name = environment if map_name is None else map_name
         self._wanted = devices.parse(device_map)
         self._local_devices = local_devices
-        self.resolved: devices.DeviceMap = {}
+        self._met = {self._map_name}
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -79,6 +65,9 @@ class TorchRpcCudaLink(TorchRpcLink):
         count = torch.cuda.device_count()
         self._local = devices.local_devices(self._local_devices, count)
         devices.check_local(self._wanted, self._local, count)
+        size = os.environ.get("WORLD_SIZE", "")
+        if size.isdecimal() and self._map_name == os.environ.get("RANK"):
+            devices.check_ranks(self._wanted, int(size))
         return super().open(poller, listen, directory)
 
     def _greeting(self, conn: RpcConn, link: str = "") -> Greeting:
@@ -91,11 +80,25 @@ class TorchRpcCudaLink(TorchRpcLink):
     def _check(self, peer: Greeting) -> None:
         super()._check(peer)
         try:
-            found = devices.resolve(
-                self._wanted, peer.member, self._local, peer.cuda_devices
-            )
+            self._resolve(peer)
         except ValueError as error:
             raise BadNote(str(error)) from error
-        if peer.member and self.resolved.get(peer.member) != found:
-            self.resolved[peer.member] = found
-            logger.info("device map: %s", devices.describe({peer.member: found}))
+
+    def _resolve(self, peer: Greeting) -> devices.DeviceMap:
+        found = devices.resolve(
+            self._wanted, peer.member, self._local, peer.cuda_devices
+        )
+        self._met.add(peer.member)
+        return {peer.member: found}
+
+    def describe(self) -> Mapping[str, str]:
+        described = dict(super().describe())
+        described["local devices"] = ",".join(f"cuda:{index}" for index in self._local)
+        missing = {p: m for p, m in self._wanted.items() if p not in self._met}
+        if missing:
+            described["device map waits for"] = devices.describe(missing)
+        return described
+
+    def describe_peer(self, peer: Greeting) -> dict[str, str]:
+        resolved = devices.describe(self._resolve(peer))
+        return {**super().describe_peer(peer), "device map": resolved}

@@ -20,6 +20,7 @@ from mq.mesh.wire import Chunk, Lent, Malformed
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
+    from mq.mesh.copying import Copies, Copying
     from mq.mesh.session import Session
 
 Borrow = Callable[[int, int, int], memoryview]
@@ -44,9 +45,19 @@ class Run:
         nbytes: Size of the areas together.
         taken: How many `recv` has taken, where `Inbox.prepared` says nothing newer.
         counted: How many of these the credit and the counters know of.
+        copying: Until it is copied into memory of the receiver's own: how far that is.
     """
 
-    __slots__ = ("areas", "counted", "first", "nbytes", "source", "taken", "times")
+    __slots__ = (
+        "areas",
+        "copying",
+        "counted",
+        "first",
+        "nbytes",
+        "source",
+        "taken",
+        "times",
+    )
 
     def __init__(
         self,
@@ -60,6 +71,7 @@ class Run:
         self.times = times
         self.areas = areas
         self.nbytes = sum(map(len, areas))
+        self.copying: Copying | None = None
         self.taken = 0
         self.counted = 0
 
@@ -346,8 +358,11 @@ class Source:
         fifo: deque[Item],
         borrow: Borrow,
         returns: Returns,
+        copies: Copies,
     ) -> bool:
         """Take a message where it lies in the publisher's memory.
+
+        Who does not view it there gets a copy, which is begun.
 
         Returns:
             False: it was taken before and nobody has a view of it any more.
@@ -370,7 +385,10 @@ class Source:
         token = object()
         self.lent[sequence] = token
         arm(area, returns, Key(self, sequence, token))
-        self.arrived(fifo, Run(self, sequence, (lent.published_at,), [area]))
+        run = Run(self, sequence, (lent.published_at,), [area])
+        if self.subscription.keep is None and not self.subscription.zero_copy:
+            copies.begin(run)
+        self.arrived(fifo, run)
         return True
 
     def has_returned(self, key: Key) -> bool:

@@ -109,15 +109,16 @@ class Large:
             self.chunks[index] = None
 
 
-def cut(frames: Frames, chunk_bytes: int) -> Large:
+def cut(frames: Frames, chunk_bytes: int, least: int = CHUNK_BYTES) -> Large:
     """Cut an area into chunks: slices of its large pieces, small ones with the next.
 
     Args:
         chunk_bytes: What the links carry. Only messages of many times that size are cut
             so coarsely: several chunks must be under way for the copies at both ends to
             overlap, and another topic's message waits for one of them.
+        least: The size of the chunks of smaller messages.
     """
-    chunk_bytes = _usual(frames.nbytes, chunk_bytes)
+    chunk_bytes = _usual(frames.nbytes, chunk_bytes, least)
     chunks: list[Chunk | None] = []
     gathered = min(GATHER_BYTES, chunk_bytes)
     offset, part = 0, b""
@@ -141,8 +142,8 @@ def cut(frames: Frames, chunk_bytes: int) -> Large:
     return Large(frames.nbytes, chunks)
 
 
-def _usual(nbytes: int, chunk_bytes: int) -> int:
-    return min(chunk_bytes, max(CHUNK_BYTES, nbytes // MOST_CHUNKS))
+def _usual(nbytes: int, chunk_bytes: int, least: int = CHUNK_BYTES) -> int:
+    return min(chunk_bytes, max(least, nbytes // MOST_CHUNKS))
 
 
 def _slices(view: memoryview, chunk_bytes: int) -> Iterator[tuple[int, memoryview]]:

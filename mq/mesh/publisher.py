@@ -26,10 +26,11 @@ MAX_FEEDS_PER_PEER = 65536
 class Publisher:
     """Topics of this member and the feeds of their subscribers."""
 
-    def __init__(self, take: Take, chunk_bytes: int) -> None:
+    def __init__(self, take: Take, chunk_bytes: int, least_chunk_bytes: int) -> None:
         self.topics: dict[str, Topic] = {}
         self._take = take
         self._chunk_bytes = chunk_bytes
+        self._least_chunk_bytes = least_chunk_bytes
 
     def topic(self, name: str) -> Topic:
         """The topic of this name, made when first asked for."""
@@ -96,7 +97,7 @@ class Publisher:
         elif frames.nbytes <= INLINE_BYTES:
             data = frames.pack()
         else:
-            data = cut(frames, self._chunk_bytes)
+            data = cut(frames, self._chunk_bytes, self._least_chunk_bytes)
             if retain:
                 data.own(self._take, range(len(data.chunks)))
         message = topic.commit(published_at, data, retain)

@@ -262,5 +262,5 @@ class Reader:
                 "dropped a frame of %s at %s: %s (further ones are only counted)",
                 who or "an unknown peer",
                 address or "an unknown address",
-                error,
+                str(error),  # a log that keeps it must not keep its traceback
             )

@@ -10,6 +10,7 @@ from mq.borrowing import Returns
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
+from mq.mesh.copying import Copies
 from mq.mesh.inbox import Inbox
 from mq.mesh.incoming import Arrivals, Borrow, Run, Source, Subscription
 from mq.mesh.large import Take
@@ -32,10 +33,12 @@ class Subscriber:
     Attributes:
         owed: Sessions for which `take` queued credit, until the caller sends it.
         returns: Views of publishers' memory that have died, until `give_back`.
+        copies: Messages that are being copied from there.
     """
 
     def __init__(self, take: Take, max_message_bytes: int, returns: Returns) -> None:
         self.returns = returns
+        self.copies = Copies(take)
         self.topics: dict[str, Subscription] = {}
         self.inbox = Inbox()
         self._by_id: dict[int, Subscription] = {}
@@ -200,7 +203,8 @@ class Subscriber:
                 raise Malformed(f"a message of {largest} bytes is over the limit")
             if source is not None:
                 source.arrived(self.inbox.fifo, Run(source, first, times, areas))
-                self._activate(source)
+                if not source.active:
+                    self._activate(source)
 
     def _activate(self, source: Source) -> None:
         """A publisher that begins to publish gets the share of those that do."""
@@ -216,7 +220,7 @@ class Subscriber:
                 raise Malformed(f"subscription {subscription} never existed")
             return None
         source = known.sources.get(session)
-        if source is None or not source.confirmed:
+        if source is None or not source.arrivals:
             raise Malformed(f"message for unconfirmed subscription {subscription}")
         return source
 
@@ -239,7 +243,7 @@ class Subscriber:
         """A message lies in its publisher's memory."""
         source = self._source(session, lent.subscription)
         if source is not None and source.borrow(
-            lent, self._limit, self.inbox.fifo, borrow, self.returns
+            lent, self._limit, self.inbox.fifo, borrow, self.returns, self.copies
         ):
             self._activate(source)
         else:

@@ -49,6 +49,7 @@ of the first. Their times (f64), sizes (u32) and areas follow, each kind togethe
 RUN_BYTES: Final = RUN.size
 ALONE: Final = struct.Struct("<IIQdI")
 """The head of a run of one message, with its time and size."""
+_ONE: Final = struct.Struct("<dI")
 MESSAGE_BYTES: Final = 12
 """What a message of a run takes besides its area: time and size."""
 CHUNK_HEAD: Final = struct.Struct("<IIQdQQ")
@@ -188,6 +189,14 @@ def runs(
             raise Malformed(f"run of {count} messages in {size - start} bytes")
         if first + count > MAX_SEQUENCE:
             raise Malformed(f"run from sequence {first}")
+        if count == 1:  # a message that somebody waits for
+            published_at, nbytes = _ONE.unpack_from(view, start)
+            start += MESSAGE_BYTES + nbytes
+            if start > size:
+                raise Malformed("run longer than its frame")
+            area = view[start - nbytes : start]
+            yield subscription, first, (published_at,), [area]
+            continue
         numbers = struct.unpack_from(f"<{count}d{count}I", view, start)
         start += count * MESSAGE_BYTES
         ends = list(accumulate(numbers[count:], initial=start))

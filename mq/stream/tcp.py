@@ -54,7 +54,7 @@ class TcpStreamLink(StreamLink):
         addresses.check(address, (self.scheme,), self.scheme)
         return tcp_targets(address)
 
-    def describe(self, peer: Any) -> str:
+    def name_peer(self, peer: Any) -> str:
         host = f"[{peer[0]}]" if ":" in peer[0] else peer[0]
         return f"{self.scheme}://{host}:{peer[1]}"
 
