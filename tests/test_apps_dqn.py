@@ -124,7 +124,8 @@ def test_a_killed_collector_is_replaced_and_training_goes_on(backend: str) -> No
     killed: list[int] = []
 
     def tick(training: Training) -> None:
-        if training.learner.steps > 1000 and not killed:
+        mine = [one for one in training.summary.senders if one[0] == "collector-0"]
+        if training.learner.steps > 1000 and mine and not killed:
             (victim,) = (
                 child
                 for child in multiprocessing.active_children()
@@ -132,7 +133,6 @@ def test_a_killed_collector_is_replaced_and_training_goes_on(backend: str) -> No
             )
             killed.append(training.learner.iteration)
             victim.kill()
-        mine = [one for one in training.summary.senders if one[0] == "collector-0"]
         if len(mine) == 2:
             training.stop()
 

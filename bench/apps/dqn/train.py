@@ -41,7 +41,6 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--resume needs --checkpoint FILE: where to go on from")
     if options.role != "all" and not options.group:
         parser.error(f"--role {options.role} needs --group NAME: whose {options.role}")
-    torch.set_num_threads(1)
     group = options.group or f"dqn-{os.getpid()}-{time.time_ns()}"
     try:
         if options.role == "collector":
@@ -116,6 +115,8 @@ def train(
         OSError, ValueError: The checkpoint is missing or is of another game.
         mq.MQError: The group cannot be joined, or no collector sends anything.
     """
+    # Networks this small take 100 times as long where threads wait for a busy core.
+    torch.set_num_threads(1)
     learner = Learner(task)
     if resume and checkpoint is not None:
         learner.load(checkpoint)
