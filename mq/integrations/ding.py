@@ -106,6 +106,23 @@ def register() -> None:
 
     runner.of_mq = True  # type: ignore[attr-defined]
     Parallel.runner = staticmethod(runner)
+    for name in ("on", "once"):
+        setattr(Parallel, name, _listening_first(name))
+
+
+def _listening_first(name: str) -> Callable[..., None]:
+    """`Parallel.on` or `once` in the order in which no event is dropped.
+
+    DI-engine subscribes first, and drops what comes before its event loop knows the
+    listener: that is seen with queues that deliver as soon as one is subscribed.
+    """
+
+    def listen(self: Parallel, event: str, fn: Callable[..., None]) -> None:
+        getattr(self._event_loop, name)(event, fn)
+        if self.is_active:
+            self._mq.subscribe(event)
+
+    return listen
 
 
 def _runner(
