@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import mq
 from bench.apps import report
-from bench.apps.app import ALONE, App, AppCell, counts
+from bench.apps.app import ALONE, App, AppCell, count, counts
 from bench.apps.pipeline.resnet import Size
 from bench.apps.pipeline.stages import Task, alone, first_stage, last_stage
 from bench.apps.timing import Timed
@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="micro-batches per batch (default: 1,2,4,8)",
     )
-    parser.add_argument("--image", type=int, default=Task.image, help="pixels a side")
-    parser.add_argument("--batch", type=int, default=Task.batch, help="images")
-    parser.add_argument("--batches", type=int, default=Task.batches)
+    parser.add_argument("--image", type=count, default=Task.image, help="pixels a side")
+    parser.add_argument("--batch", type=count, default=Task.batch, help="images")
+    parser.add_argument("--batches", type=count, default=Task.batches)
 
 
 def cells(options: argparse.Namespace, backends: Sequence[str]) -> list[AppCell]:
@@ -68,7 +68,12 @@ def cells(options: argparse.Namespace, backends: Sequence[str]) -> list[AppCell]
     if options.quick:
         task = _QUICK
     else:
-        task = Task(image=options.image, batch=options.batch, batches=options.batches)
+        task = Task(
+            image=options.image,
+            batch=options.batch,
+            batches=options.batches,
+            split=options.num_split[0],
+        )
     return [
         AppCell(
             transport,

@@ -11,7 +11,7 @@ import torch
 
 import mq
 from bench.apps import report
-from bench.apps.app import App, AppCell
+from bench.apps.app import App, AppCell, count
 from bench.apps.shards import rpc
 from bench.apps.shards.model import Passed, Task, far, near
 from bench.apps.timing import Timed
@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="where the shards are (default here: %(default)s)",
     )
-    parser.add_argument("--passes", type=int, default=Task.passes)
-    parser.add_argument("--width", type=int, default=Task.width, help="of a shard")
+    parser.add_argument("--passes", type=count, default=Task.passes)
+    parser.add_argument("--width", type=count, default=Task.width, help="of a shard")
 
 
 def cells(options: argparse.Namespace, backends: Sequence[str]) -> list[AppCell]:
