@@ -22,7 +22,8 @@ other, and compared by the ratios within a round. Results are written as JSON li
 (results.jsonl) and as a report (report.html with its plots, and report.md).
 
   mq bench compare A.jsonl B.jsonl    what got slower or faster between two runs
-  mq bench report RESULTS.jsonl       write the report on a run again"""
+  mq bench report RESULTS.jsonl       write the report on a run again
+  mq bench apps                       applications end to end: mq bench apps --help"""
 
 _QUICK_ROUNDS, _QUICK_BUDGET = 3, 0.15
 _QUICK_SECONDS = 255.0  # the report takes 15 more, and all of it less than 300
@@ -123,6 +124,10 @@ def main(arguments: Sequence[str]) -> int:
         return compare.main(arguments[1:])
     if arguments[:1] == ["report"]:
         return report.main(arguments[1:])
+    if arguments[:1] == ["apps"]:
+        from bench.apps import command as apps
+
+        return apps.main(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="mq bench",
         description=DESCRIPTION,
