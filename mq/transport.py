@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -149,8 +149,17 @@ class Conn(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} lends no memory")
 
-    def borrow(self, segment: int, offset: int, nbytes: int) -> memoryview:
+    def borrow(
+        self,
+        segment: int,
+        offset: int,
+        nbytes: int,
+        take: Callable[[int], memoryview],
+    ) -> memoryview:
         """A part of a segment that the peer has lent, as by `mq.borrowing`.
+
+        Args:
+            take: Makes memory for a copy, where the segment cannot be mapped.
 
         Raises:
             ValueError: There is no such segment, or it has no such part.

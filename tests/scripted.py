@@ -58,10 +58,16 @@ class ScriptedConn(Conn):
             self.other.mappings[segment.id] = Mapping(segment.fd, segment.nbytes)
         return True
 
-    def borrow(self, segment: int, offset: int, nbytes: int) -> memoryview:
+    def borrow(
+        self,
+        segment: int,
+        offset: int,
+        nbytes: int,
+        take: Callable[[int], memoryview],
+    ) -> memoryview:
         if segment not in self.mappings:
             raise ValueError(f"segment {segment} was never lent")
-        return self.mappings[segment].borrow(offset, nbytes)
+        return self.mappings[segment].borrow(offset, nbytes, take)
 
     def _is_full(self) -> bool:
         waiting = len(self.other.arrived) if self.other is not None else 0

@@ -171,7 +171,7 @@ class Member:
             block = lender.take(len(payload))
             if block is not None:
                 frames.pack_into(block.area)
-            elif mesh.publisher.borrowers():
+            elif mesh.publisher.borrowers(topic):
                 return False
         message = mesh.publisher.publish(topic, frames, now, retain, now, block=block)
         mesh.publisher.own(topic, message, list(mesh.sessions.values()))
@@ -180,8 +180,15 @@ class Member:
         return True
 
     def recv(self) -> Got | MessagesLost | None:
-        item = self.mesh.subscriber.take()
-        self.mesh.subscriber.inbox.hand_over()
+        inbox = self.mesh.subscriber.inbox
+        item = None
+        try:
+            item = self.mesh.subscriber.take()
+            inbox.hand_over()
+        except BaseException:
+            if not inbox.undo_take() and item is not None:
+                inbox.put_back(item)
+            raise
         if item is None or isinstance(item, MessagesLost):
             return item
         peer = item.source.session.peer

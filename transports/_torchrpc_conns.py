@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
-import torch
 
 from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
 from transports import _torchrpc_calls as calls
+from transports._torchrpc_bodies import Body, is_tensor, outgoing, size_of
 
 if TYPE_CHECKING:
     from transports._torchrpc_control import Control, Greeting
@@ -30,12 +30,8 @@ CALLS: Final = 4
 """Calls under way at a time: enough to keep the wire busy, few enough to batch."""
 BATCH_BYTES: Final = 512 * 1024
 """A batch is closed once it has so much, but for its last message."""
-INLINE_BYTES: Final = 128 * 1024
-"""Bodies below this are copied into the call; others travel as tensors."""
 GRACE_SECONDS: Final = 2.0
 """How long what was sent before a goodbye may take to arrive after it."""
-
-Body = Any  # None, bytes or a tensor of bytes
 
 
 class RpcConn(Conn):
@@ -149,7 +145,7 @@ class RpcConn(Conn):
             self._refused = True
             self._watch()
             return False
-        self._unsent.append((bytes(head), _outgoing(body), nbytes))
+        self._unsent.append((bytes(head), outgoing(body), nbytes))
         self._ahead += nbytes
         self._flush(CALLS)
         if self._unsent:
@@ -175,7 +171,7 @@ class RpcConn(Conn):
         self._issuing = True
         try:
             call = self._peer.call(
-                calls.deliver, arguments, any(map(_is_tensor, bodies))
+                calls.deliver, arguments, any(map(is_tensor, bodies))
             )
             self._calls.append((call, nbytes))
         except RuntimeError as error:
@@ -217,7 +213,7 @@ class RpcConn(Conn):
 
     def arrive(self, sequence: int, heads: Any, bodies: Any) -> Any:
         """Take a batch; in a thread of TensorPipe's, as little as can be."""
-        nbytes = _checked(heads, bodies, self._link.chunk_bytes)
+        nbytes = size_of(heads, bodies, self._link.chunk_bytes)
         if nbytes is None or type(sequence) is not int:
             self._link.malformed += 1
             self.fail("the peer sent what no member does")
@@ -351,55 +347,3 @@ class RpcConn(Conn):
             self.control.send({"goodbye": self._sent})
         self.reason = self.reason or "closed"
         self._shut()
-
-
-def _is_tensor(body: Body) -> bool:
-    return isinstance(body, torch.Tensor)
-
-
-def _outgoing(body: memoryview | None) -> Body:
-    """The body as it goes into a call; a tensor of its memory where it is large."""
-    if body is None:
-        return None
-    if body.nbytes < INLINE_BYTES:
-        return bytes(body)
-    array = np.frombuffer(body, np.uint8)
-    if body.readonly:  # torch warns, but nobody writes to it
-        array = np.asarray(_Writable(array))
-    return torch.from_numpy(array)
-
-
-class _Writable:
-    """Passes read-only memory off as writable."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        interface = dict(array.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        self.__array_interface__ = interface
-        self._owner = array
-
-
-def _checked(heads: Any, bodies: Any, chunk_bytes: int) -> int | None:
-    """The size of a batch in bytes; None: it is none."""
-    if type(heads) is not list or type(bodies) is not list or len(heads) != len(bodies):
-        return None
-    nbytes = 0
-    for head, body in zip(heads, bodies, strict=True):
-        if type(head) is not bytes or not 0 < len(head) <= MAX_HEAD_BYTES:
-            return None
-        nbytes += len(head)
-        if body is None:
-            continue
-        if isinstance(body, torch.Tensor):
-            if (
-                body.dtype != torch.uint8
-                or body.dim() != 1
-                or body.device.type != "cpu"
-            ):
-                return None
-        elif type(body) is not bytes:
-            return None
-        if not 0 < len(body) <= chunk_bytes:
-            return None
-        nbytes += len(body)
-    return nbytes

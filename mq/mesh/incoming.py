@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mq.borrowing import Key, Returns, arm
+from mq.borrowing import Key, Returns, arm, is_borrowed
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mq.mesh.copying import Copies, Copying
     from mq.mesh.session import Session
 
-Borrow = Callable[[int, int, int], memoryview]
+Borrow = Callable[[int, int, int, Take], memoryview]
 MOST_AT_ONCE: Final = 32
 """Messages that `recv` decodes ahead at most."""
 
@@ -357,6 +357,7 @@ class Source:
         limit: int,
         fifo: deque[Item],
         borrow: Borrow,
+        take: Take,
         returns: Returns,
         copies: Copies,
     ) -> bool:
@@ -365,7 +366,8 @@ class Source:
         Who does not view it there gets a copy, which is begun.
 
         Returns:
-            False: it was taken before and nobody has a view of it any more.
+            Whether it is still needed there. False: it was taken before and nobody has
+            a view of it any more, or it had to be copied.
 
         Raises:
             Malformed: There is no such memory, or no credit for it.
@@ -379,17 +381,19 @@ class Source:
                 f"announces {lent.nbytes} bytes, max_message_bytes is {limit}"
             )
         try:
-            area = borrow(lent.segment, lent.offset, lent.nbytes)
+            area = borrow(lent.segment, lent.offset, lent.nbytes, take)
         except ValueError as error:
             raise Malformed(str(error)) from error
-        token = object()
-        self.lent[sequence] = token
-        arm(area, returns, Key(self, sequence, token))
+        in_place = is_borrowed(area)
         run = Run(self, sequence, (lent.published_at,), [area])
-        if self.subscription.keep is None and not self.subscription.zero_copy:
-            copies.begin(run)
+        if in_place:
+            token = object()
+            self.lent[sequence] = token
+            arm(area, returns, Key(self, sequence, token))
+            if self.subscription.keep is None and not self.subscription.zero_copy:
+                copies.begin(run)
         self.arrived(fifo, run)
-        return True
+        return in_place
 
     def has_returned(self, key: Key) -> bool:
         """Whether it was the view that counts, of a message that was handed over."""

@@ -82,10 +82,12 @@ class Large:
         if self.block is None or self.chunks:
             return
         area = self.block.area
+        chunks: list[Chunk | None] = []
         for begin, slice_ in _slices(area, _usual(self._nbytes, self._chunk_bytes)):
             chunk = Chunk(begin, b"", slice_)
             chunk.owned = True
-            self.chunks.append(chunk)
+            chunks.append(chunk)
+        self.chunks = chunks  # in one step: an interrupt before it leaves none
 
     def __len__(self) -> int:
         return self._nbytes

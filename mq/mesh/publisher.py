@@ -212,13 +212,15 @@ class Publisher:
         """Whether some subscriber reads large messages in this process's memory."""
         return any(feed.session.lends for feed in topic.feeds)
 
-    def borrowers(self) -> list[Session]:
-        """Subscribers that keep all and hold memory of this process.
+    @staticmethod
+    def borrowers(topic: Topic) -> list[Session]:
+        """Subscribers to a topic that keep all and hold memory of this process by it.
 
-        A keep-last subscriber never makes a publisher wait, whatever it holds.
+        Nobody else makes its publisher wait: neither those who keep the last, nor those
+        who hold messages of other topics.
         """
-        sessions = {f.session for t in self.topics.values() for f in t.feeds}
-        return [session for session in sessions if session.is_borrower()]
+        sessions = {feed.session for feed in topic.feeds}
+        return [session for session in sessions if session.is_borrower(topic)]
 
     def release(self, session: Session, releases: Sequence[wire.Release]) -> None:
         """A peer has no view of these messages' memory any more."""

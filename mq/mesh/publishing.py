@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -45,6 +46,7 @@ class Publishing(Lead):
         lenders = [link.lender for link in mesh.links if link.lender is not None]
         self._lender = lenders[0] if lenders else None
         self._told: set[Session] = set()
+        self._waits: Counter[Session] = Counter()
 
     def join(self, name: str, data: bytes) -> bool:
         """Commit a small message that only joins batches that are held.
@@ -183,6 +185,8 @@ class Publishing(Lead):
     ) -> bool:
         """Whether a message is to be laid out in shared memory now."""
         with self.lock:
+            if self.closing or self.forked or self.mesh.replaced:
+                self._refuse()
             topic = self._topics.get(name) or self._publisher.topic(name)
             if not (retain or self._publisher.is_read_in_place(topic)):
                 return False
@@ -199,8 +203,9 @@ class Publishing(Lead):
     ) -> tuple[Block | None, bool]:
         """Shared memory for a message, and whether it has to be waited for.
 
-        There is none where it does not fit, and where nobody who keeps the publisher
-        waiting holds any: the message then goes through the connection.
+        There is none where it does not fit, and where no subscriber who keeps all of
+        the topic holds any: the message then goes through the connection. So a topic
+        whose messages are hoarded delays no other one.
 
         Raises:
             PublishTimeout: Subscribers held all of it until the deadline.
@@ -208,31 +213,28 @@ class Publishing(Lead):
         lender = self._lender
         assert lender is not None
         block = lender.take(nbytes)
-        if block is not None or not lender.fits(nbytes):
+        if not self._told and (block is not None or not lender.fits(nbytes)):
             return block, False
-        found: list[Block] = []
+        found: list[Block] = [] if block is None else [block]
+
+        def blockers() -> list[Session]:
+            return self._publisher.borrowers(topic)
 
         def reached() -> bool:
-            taken = lender.take(nbytes)
-            if taken is not None:
+            if not found and (taken := lender.take(nbytes)) is not None:
                 found.append(taken)
-            return taken is not None or not self._publisher.borrowers()
+            return bool(found) or not (lender.fits(nbytes) and blockers())
 
         with self.lock:
             topic = self._topics.get(name) or self._publisher.topic(name)
-            if reached():
-                pass
-            elif only_try:
-                self._tell_waiting(self._publisher.borrowers(), self._told)
-                return None, True
-            else:
+            if not reached():
+                if not (only_try and self._told):
+                    lender.waits += 1
+                if only_try:
+                    self._tell_waiting(blockers(), self._told)
+                    return None, True
                 self._wait_for(
-                    topic,
-                    reached,
-                    self._publisher.borrowers,
-                    self._who_borrows,
-                    deadline,
-                    at_once=True,
+                    topic, reached, blockers, self._who_borrows, deadline, at_once=True
                 )
             self._tell_going_on(self._told)
         return (found[0] if found else None), False
@@ -255,10 +257,11 @@ class Publishing(Lead):
         held = ", ".join(
             f"{session.name!r} holds {session.lent_bytes()}" for session in borrowers
         )
+        stats = self._lender.stats()
         return (
-            f"the {self._lender.limit_bytes} bytes of shared memory are in use: {held} "
-            "in messages unread or viewed with zero_copy. Let them recv and drop what "
-            "they have, or connect with more shm_bytes"
+            f"of the {stats.limit_bytes} bytes of shared memory {stats.in_use_bytes} "
+            f"are in use: {held} in messages unread or viewed with zero_copy. Let them "
+            "recv and drop what they have, or connect with more shm_bytes"
         )
 
     # -- waiting ----------
@@ -297,8 +300,7 @@ class Publishing(Lead):
         try:
             while True:
                 self._poll(flush=True)
-                if self.closing or self.mesh.replaced:
-                    self._refuse()
+                self.check()
                 if reached():
                     return
                 now = time.monotonic()
@@ -322,18 +324,23 @@ class Publishing(Lead):
             self._tell_going_on(told)
             self._leave()
 
-    @staticmethod
-    def _tell_waiting(sessions: Collection[Session], told: set[Session]) -> None:
+    def _tell_waiting(self, sessions: Collection[Session], told: set[Session]) -> None:
         for session in sessions:
             if session not in told:
                 told.add(session)
-                session.control(wire.WAITING, True)
-                session.pump(time.monotonic(), flush=True)
+                self._waits[session] += 1
+                if self._waits[session] == 1:
+                    session.control(wire.WAITING, True)
+                    session.pump(time.monotonic(), flush=True)
 
-    @staticmethod
-    def _tell_going_on(told: set[Session]) -> None:
+    def _tell_going_on(self, told: set[Session]) -> None:
+        """The call does not wait any more; perhaps others of this member do."""
         while told:
             session = told.pop()
+            self._waits[session] -= 1
+            if self._waits[session] > 0:
+                continue
+            del self._waits[session]
             if session.alive:
                 session.control(wire.WAITING, False)
 

@@ -121,10 +121,13 @@ class Session:
         """Bytes of messages that the peer may read in this process's memory."""
         return sum(len(block.area) for block in self.lent.values())
 
-    def is_borrower(self) -> bool:
-        """Whether the peer holds memory by a subscription that keeps all."""
+    def is_borrower(self, topic: Topic) -> bool:
+        """Whether the peer holds memory by a subscription to it that keeps all."""
         feeds = map(self.feeds.get, (subscription for subscription, _ in self.lent))
-        return any(feed is not None and feed.keep is None for feed in feeds)
+        return any(
+            feed is not None and feed.topic is topic and feed.keep is None
+            for feed in feeds
+        )
 
     # -- connection ----------
 
@@ -276,6 +279,9 @@ class Session:
             accepted = conn.try_send(head)
         elif frame.kind == wire.LENT:
             assert frame.large.block is not None
+            assert frame.completes is not None
+            feed, sequence = frame.completes[0]
+            self.lent[feed.subscription, sequence] = frame.large.block
             segment = frame.large.block.segment
             accepted = conn.lend(segment) and conn.try_send(head)
         else:
@@ -376,7 +382,6 @@ class Session:
             block.offset,
             len(block.area),
         )
-        self.lent[feed.subscription, sequence] = block
         flags = 0 if feed.keep is None else wire.FLAG_ANSWER
         completes = [(feed, sequence)]
         number = self.number + 1

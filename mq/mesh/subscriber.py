@@ -242,11 +242,14 @@ class Subscriber:
     def lent(self, session: Session, lent: wire.Lent, borrow: Borrow) -> None:
         """A message lies in its publisher's memory."""
         source = self._source(session, lent.subscription)
-        if source is not None and source.borrow(
-            lent, self._limit, self.inbox.fifo, borrow, self.returns, self.copies
-        ):
+        in_place = False
+        if source is not None:
+            fifo = self.inbox.fifo
+            in_place = source.borrow(
+                lent, self._limit, fifo, borrow, self._take, self.returns, self.copies
+            )
             self._activate(source)
-        else:
+        if not in_place:
             release = wire.Release(lent.subscription, lent.sequence)
             session.control(wire.RELEASE, [release])
 
@@ -255,26 +258,26 @@ class Subscriber:
 
         Repeated after an interrupt it may tell them again, which is harmless.
         """
-        queue = self.returns.queue
-        # Finalizers append at any time, even now.
-        returned = [queue[n] for n in range(len(queue))]
+        returned = self.returns.ended()
         releases: dict[Session, list[wire.Release]] = {}
-        for key, mapping, offset, nbytes in returned:
+        for ending in returned:
+            key = ending.key
             source: Source = key.source
             if source.has_returned(key) and source.session.alive:
                 subscription = source.subscription
                 if subscription.zero_copy:
-                    mapping.forget_writes(offset, nbytes)
+                    ending.mapping.forget_writes(ending.offset, ending.nbytes)
                 release = wire.Release(subscription.id, key.sequence)
                 releases.setdefault(source.session, []).append(release)
         for session, found in releases.items():
             for start in range(0, len(found), RELEASES_PER_FRAME):
                 part = found[start : start + RELEASES_PER_FRAME]
                 session.control(wire.RELEASE, part)
-        for key, *_ in returned:
+        for ending in returned:
+            key = ending.key
             if key.source.has_returned(key):
                 del key.source.lent[key.sequence]
-            queue.popleft()
+        self.returns.forget(returned)
 
     # -- what recv takes ----------
 
