@@ -422,6 +422,7 @@ def test_what_nobody_will_read_is_given_back(small: Group) -> None:
     assert not waiting.done(0.1)
     c.kill()
     waiting.result()
+    a.call("flush", timeout=STEP)
     b.run(receive, 2)
     until_unused(a)
 
