@@ -98,13 +98,13 @@ def freely(backend: str, task: Task, output: Path) -> Metrics:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_freely_running_nothing_is_lost(backend: str, tmp_path: Path) -> None:
     """Though the learner makes the collectors wait; the returns are written down."""
-    found = freely(backend, Task(steps=3000, warmup=200), tmp_path)
+    found = freely(backend, Task(steps=1500, warmup=200), tmp_path)
     assert found["lost"] == 0
     assert 0 <= found["idle_share"] < 1
     assert 0 < found["transport_share"] < 1
     assert found["weights_age_ms"] > 0
     (curve,) = tmp_path.glob("*.csv")
-    assert len(curve.read_text().splitlines()) > 10
+    assert len(curve.read_text().splitlines()) > 5
     (picture,) = APP.finish(tmp_path, [])
     assert picture.stat().st_size > 1000
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import mq
-from bench.apps.command import BACKENDS
 from bench.apps.seeding import initialize
 from bench.peer import Metrics, Peer
 from bench.rows import Cell
@@ -59,7 +58,7 @@ def serve(peer: Peer) -> Metrics | None:
     return {"value": float(len(answers))}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["inproc", "shm", "zmq", "torchrpc:cpu"])
 def test_actors_are_answered_by_the_server(backend: str) -> None:
     """Each gets the answers to its own requests, batched or not."""
     cell = Cell(backend, "torchrl", 0, limit=90.0)
@@ -96,6 +95,28 @@ def test_an_actor_whose_server_is_gone_is_told() -> None:
                 answer.result(timeout=0.01)
         with pytest.raises(mq.PeerLost):
             answer.result(timeout=60)
+
+
+def test_lost_requests_do_not_end_the_server(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are logged with who sent them, and the next one is answered."""
+    with (
+        mq.connect("inproc", group="torchrl-lost", name="server") as one,
+        mq.connect("inproc", group="torchrl-lost", name="actor") as two,
+    ):
+        real, errors = one.recv, [mq.MessagesLost("actor", ["requests"], 3)]
+
+        def recv(timeout: float | None = None) -> mq.Message:
+            if errors:
+                raise errors.pop()
+            return real(timeout)
+
+        monkeypatch.setattr(one, "recv", recv)
+        with InferenceServer(policy(), MqTransport(one, serves=True)):
+            client = MqTransport(two).client()
+            assert client(request(2))["action"].shape == (2,)
+    assert "3 message(s) from 'actor'" in caplog.text
 
 
 def test_a_group_has_one_server_and_it_asks_nothing() -> None:

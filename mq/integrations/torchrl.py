@@ -19,6 +19,7 @@ asked; tensors travel as tensors, whatever the backend.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -28,6 +29,8 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.modules.inference_server import InferenceTransport
 
 import mq
+
+logger = logging.getLogger(__name__)
 
 REQUESTS = "torchrl.requests"
 _LOOK = 0.5  # seconds between two looks whether the server is still there
@@ -125,6 +128,9 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
             self._pending.append(self._queue.recv(timeout))
         except mq.RecvTimeout:
             return False
+        except (mq.MessagesLost, mq.CodecError) as error:
+            # One actor's trouble, of which it is told by its own end; others go on.
+            logger.warning("%r: %s", self._queue, error)
         return True
 
     def drain(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from multiprocessing.context import SpawnProcess
 
 import torch
@@ -27,6 +28,11 @@ def play(backend: str, group: str, task: Task, index: int) -> None:
         collect(queue, task, index)
 
 
+def _play(backend: str, group: str, task: Task, index: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the learner ends us, in order
+    play(backend, group, task, index)
+
+
 class Crew:
     """The collectors of a training, started on entry and ended on exit.
 
@@ -48,7 +54,7 @@ class Crew:
 
     def _start(self, index: int) -> SpawnProcess:
         process = self._context.Process(
-            target=play, args=(*self._arguments, index), name=collector_name(index)
+            target=_play, args=(*self._arguments, index), name=collector_name(index)
         )
         process.start()
         return process
