@@ -71,6 +71,8 @@ BASELINES = {
     },
     "raw:zmq:tcp:curve": Baseline(_ZMQ, _TO_ONE | _RATE, quick=100_000_000),
     **{f"raw:torchrpc{wire}": Baseline(_RPC) for wire in ("", ":tcp")},
+    "raw:torchrpc:cuda": Baseline("bench.raw_torchrpc:CudaRpcWire"),
+    "raw:torchrpc:staged": Baseline("bench.raw_torchrpc:StagedRpcWire"),
     QUEUES: Baseline("bench.raw_multiprocessing:QueueWire"),
     "raw:iceoryx2": Baseline(
         "bench.raw_iceoryx2:IceoryxWire", _QUIET, module="iceoryx2", package="iceoryx2"
@@ -129,6 +131,8 @@ def raw_of(transport: str) -> tuple[str, ...]:
         return (f"raw:{transport}:ipc",)
     if transport in ("torchrpc", "torchrpc:cpu"):
         return ("raw:torchrpc",)
+    if transport in ("cuda", "torchrpc:cuda"):
+        return ("raw:torchrpc:cuda", "raw:torchrpc:staged")
     if shares_memory(transport):  # what others use in its place on one host
         return ("raw:zmq:ipc", QUEUES, "raw:iceoryx2")
     if transport == "tls":

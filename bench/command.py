@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick",
         action="store_true",
         help=f"{', '.join(plan.QUICK_TRANSPORTS)}, few sizes up to 640 MB, the largest "
-        "in one round only, and less than five minutes in all",
+        "only once, and less than five minutes in all",
     )
 
 
@@ -305,4 +305,7 @@ def measure(cell: Cell, reasons: dict[str, str], touch: bool = False) -> Result:
     if not touch or not workload.spokes:
         needed = 0
     needed = min(needed, _TOUCH, plan.free_memory() // 2)
-    return run_cell(cell, workload.body, size, threads=threads, touch=needed)
+    result = run_cell(cell, workload.body, size, threads=threads, touch=needed)
+    if result.status == "ok" and not result.metrics.get("value", 0.0) > 0:
+        return Result.of(cell, "failed", "too little arrived to be measured")
+    return result

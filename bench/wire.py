@@ -13,6 +13,7 @@ import torch
 import mq
 from bench import certificates
 from bench.baselines import encrypts, split
+from bench.gpu import Gpu
 from bench.payloads import Payload
 from bench.peer import Peer
 
@@ -83,6 +84,7 @@ class MqWire(Wire):
         self._quiet = quiet
         self._peer = peer
         hub = peer.rank == 0
+        self._gpu = Gpu() if peer.cell.transport.endswith("cuda") else None
         self._topic = "out" if hub else "in"
         _, self._mode = split(peer.cell.transport)
         self._filled = False
@@ -96,7 +98,10 @@ class MqWire(Wire):
     def _subscribe(self, peer: Peer, hub: bool) -> None:
         for topic in ["in"] if hub else ["out", "bulk"]:
             self._queue.subscribe(
-                topic, zero_copy=self._mode != "", timeout=peer.remaining()
+                topic,
+                zero_copy=self._mode != "",
+                device=None if self._gpu is None else str(self._gpu.device),
+                timeout=peer.remaining(),
             )
         expected = peer.spokes if hub else 1
         self._queue.wait_for_subscribers(
@@ -105,6 +110,8 @@ class MqWire(Wire):
         peer.meet()
 
     def send(self, payload: Payload) -> None:
+        if self._gpu is not None:
+            payload = self._gpu.place(payload)
         if self._mode == "loan" and isinstance(payload, torch.Tensor):
             self._lend(payload)
         else:
@@ -120,10 +127,14 @@ class MqWire(Wire):
 
     def recv(self) -> Payload:
         payload: Payload = self._queue.recv(timeout=self._quiet).payload
+        if self._gpu is not None:
+            self._gpu.wait()
         return payload
 
     @contextmanager
     def bulk(self, payload: Payload) -> Iterator[Callable[[], int]]:
+        if self._gpu is not None:
+            payload = self._gpu.place(payload)
         stop = threading.Event()
         errors: list[BaseException] = []
         left = 0

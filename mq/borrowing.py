@@ -2,8 +2,12 @@
 
 A peer's segment is mapped privately: what is written to a view stays in this process,
 and is thrown away before the memory is given back, so the next message is not seen
-through it. A view's death is noted in a queue by its finalizer, which takes no locks;
-the mesh then tells the owner.
+through it. A view's death is noted in a queue by a weak reference, whose callback is
+one call into C that no signal can interrupt; the mesh then tells the owner.
+
+A view that was handed out before a fork is there in the child, too, and nothing can
+tell when it dies there. So it counts as alive until the child has ended or become
+another program: until nobody has the other end of a pipe that the child got.
 """
 
 from __future__ import annotations
@@ -13,14 +17,19 @@ import ctypes
 import fcntl
 import mmap
 import os
+import select
 import struct
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from mq.buffers import Pool, copy
+from mq.mappings import address, map_descriptor
+
+Take = Callable[[int], memoryview]
 
 # linux/fs.h: struct pm_scan_arg and its ioctl, Linux 6.7.
 _SCAN_ARG: Final = struct.Struct("<12Q")
@@ -42,37 +51,20 @@ class Mapping:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as error:
-            raise ValueError("the descriptor of a segment is no memfd") from error
-        # Without this seal its owner could end this process with a SIGBUS.
-        if not seals & fcntl.F_SEAL_SHRINK:
-            raise ValueError("a segment of shared memory is not sealed")
-        if not 0 < nbytes <= os.fstat(fd).st_size:
-            raise ValueError(f"a segment of shared memory has no {nbytes} bytes")
+        _check(fd, nbytes)
         self.nbytes = nbytes
-        self._map = mmap.mmap(
-            fd,
-            nbytes,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        )
-        whole = np.frombuffer(self._map, np.uint8)
-        self._address: int = whole.__array_interface__["data"][0]
+        self._map = map_descriptor(fd, nbytes, private=True)
+        self._address = address(self._map)
 
-    def borrow(self, offset: int, nbytes: int) -> memoryview:
+    def borrow(self, offset: int, nbytes: int, take: Take) -> memoryview:
         """A view of a part of it, writable for this process alone.
 
         Raises:
             ValueError: It is beyond the segment.
         """
-        if not (nbytes > 0 <= offset and offset + nbytes <= self.nbytes):
-            raise ValueError(
-                f"bytes {offset} to {offset + nbytes} of a segment of {self.nbytes}"
-            )
+        _check_part(offset, nbytes, self.nbytes)
         lease = np.ndarray.__new__(_Borrowed, (nbytes,), np.uint8, self._map, offset)
-        lease._place = (self, offset, nbytes)
+        lease.place = (self, offset)
         return memoryview(lease)
 
     def forget_writes(self, offset: int, nbytes: int) -> None:
@@ -83,6 +75,54 @@ class Mapping:
         for first, last in _written(self._address + start, self._address + stop):
             first -= self._address
             self._map.madvise(mmap.MADV_DONTNEED, first, last - self._address - first)
+
+
+class Unmapped:
+    """A peer's segment where there is no room to map it: its messages are copied.
+
+    Args:
+        fd: Its descriptor, which has been checked and belongs to this object.
+        nbytes: Its size.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._fd = fd
+        self.nbytes = nbytes
+
+    def borrow(self, offset: int, nbytes: int, take: Take) -> memoryview:
+        """A copy of a part of it in memory from `take`.
+
+        Raises:
+            ValueError: It is beyond the segment.
+            MemoryError: There is no memory for the copy.
+        """
+        _check_part(offset, nbytes, self.nbytes)
+        area = take(nbytes)
+        done = 0
+        while done < nbytes:
+            done += os.preadv(self._fd, [area[done:]], offset + done)
+        return area
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+def _check(fd: int, nbytes: int) -> None:
+    """Raises: ValueError, if it is no memory of this size that stays as it is."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ValueError("the descriptor of a segment is no memfd") from error
+    # Without this seal its owner could end this process with a SIGBUS.
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ValueError("a segment of shared memory is not sealed")
+    if not 0 < nbytes <= os.fstat(fd).st_size:
+        raise ValueError(f"a segment of shared memory has no {nbytes} bytes")
+
+
+def _check_part(offset: int, nbytes: int, whole: int) -> None:
+    if not (nbytes > 0 <= offset and offset + nbytes <= whole):
+        raise ValueError(f"bytes {offset} to {offset + nbytes} of a segment of {whole}")
 
 
 def _written(start: int, stop: int) -> list[tuple[int, int]]:
@@ -131,49 +171,153 @@ class Key(NamedTuple):
     token: object
 
 
-class Returned(NamedTuple):
-    """A view that has died."""
+class _Borrowed(np.ndarray[Any, Any]):
+    """A view of a peer's memory; every view of it refers to it."""
 
+    place: tuple[Mapping, int]
+    ending: Ending
+
+
+class Ending(weakref.ref[_Borrowed]):
+    """The end of a view of a peer's memory: what is to be known of it then.
+
+    Attributes:
+        key: Whose message it is of.
+        mapping, offset, nbytes: Where it is.
+        shown: Whether the application has it.
+        alarm: Wakes the mesh when the view dies and somebody waits for that.
+    """
+
+    __slots__ = ("alarm", "key", "mapping", "nbytes", "offset", "shown")
     key: Key
     mapping: Mapping
     offset: int
     nbytes: int
+    shown: bool
+    alarm: weakref.ref[_Borrowed]
 
 
 class Returns:
-    """Where finalizers note the views that have died.
+    """Where the views that have died are noted.
 
     Attributes:
+        queue: They, until the mesh has told their owners.
+        endings: Of all views of which the owners were not told.
         hurry: Whether some peer waits for memory, so that `wake` is called at once.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self.queue: deque[Returned] = deque()
+        self.queue: deque[Ending] = deque()
+        self.endings: dict[int, Ending] = {}
         self.hurry = False
         self.wake = wake
+        self._forks: deque[tuple[int, list[_Borrowed]]] = deque()
+        _all_returns.add(self)
+
+    def alarm(self, ended: object) -> None:
+        """A view has died."""
+        if self.hurry:
+            with contextlib.suppress(Exception):
+                self.wake()
+
+    def ended(self) -> list[Ending]:
+        """The views that have died, until `forget`."""
+        queue, known = self.queue, self.endings
+        # More die at any time, even now. One that is not known was being armed when
+        # an interrupt came, and nobody ever had the view.
+        return [
+            queue[n] for n in range(len(queue)) if known.get(id(queue[n])) is queue[n]
+        ]
+
+    def forget(self, endings: Iterable[Ending]) -> None:
+        """The owners were told of these."""
+        for ending in endings:
+            self.endings.pop(id(ending), None)
+        while self.queue and id(self.queue[0]) not in self.endings:
+            self.queue.popleft()
+
+    def close(self) -> None:
+        """Nobody is to be told any more."""
+        self.endings.clear()
+        self.queue.clear()
+        while self._forks:
+            os.close(self._forks.popleft()[0])
+
+    # -- forks ----------
+
+    def shown(self) -> list[_Borrowed]:
+        """The views that the application has."""
+        endings = list(self.endings.values())
+        found = [ending() for ending in endings if ending.shown]
+        return [lease for lease in found if lease is not None]
+
+    def keep_for_child(self, pipe: int, leases: list[_Borrowed]) -> None:
+        """Keep views alive until the pipe has no other end."""
+        self._forks.append((pipe, leases))
+
+    def look_for_children(self) -> None:
+        """Let go of what is kept for children that have ended."""
+        for _ in range(len(self._forks)):
+            pipe, leases = self._forks.popleft()
+            poller = select.poll()
+            poller.register(pipe, select.POLLIN)
+            if poller.poll(0):
+                os.close(pipe)
+            else:
+                self._forks.append((pipe, leases))
+
+    def abandon(self) -> None:
+        """In a forked child: its parent keeps what there is to keep."""
+        while self._forks:
+            os.close(self._forks.popleft()[0])
 
 
-class _Borrowed(np.ndarray[Any, Any]):
-    """A view of a peer's memory; every view of it refers to it."""
+_all_returns: weakref.WeakSet[Returns] = weakref.WeakSet()
+_child_ends: list[int] = []
 
-    _place: tuple[Mapping, int, int] | None = None
-    _key: Key | None = None
-    _returns: Returns
 
-    def __del__(self) -> None:
-        if self._key is not None and self._place is not None:
-            self._returns.queue.append(Returned(self._key, *self._place))
-            if self._returns.hurry:
-                with contextlib.suppress(Exception):
-                    self._returns.wake()
+def _before_fork() -> None:
+    for returns in list(_all_returns):
+        if leases := returns.shown():
+            ours, childs = os.pipe()
+            _child_ends.append(childs)
+            returns.keep_for_child(ours, leases)
+
+
+def _after_fork_in_parent() -> None:
+    while _child_ends:
+        os.close(_child_ends.pop())
+
+
+def _after_fork_in_child() -> None:
+    for returns in list(_all_returns):
+        returns.abandon()
+    _child_ends.clear()  # and they stay open: that they are is what they are for
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
+
+
+def is_borrowed(area: memoryview) -> bool:
+    """Whether it is a peer's memory, and not this process's own."""
+    return type(area.obj) is _Borrowed
 
 
 def arm(area: memoryview, returns: Returns, key: Key) -> None:
     """Have the death of the last view of a borrowed area noted."""
     lease = area.obj
     assert isinstance(lease, _Borrowed)
-    lease._returns = returns
-    lease._key = key
+    # The newest reference is called first: then what the alarm is about is noted.
+    alarm: weakref.ref[_Borrowed] = weakref.ref(lease, returns.alarm)
+    ending = Ending(lease, returns.queue.append)
+    ending.key, ending.alarm, ending.shown = key, alarm, False
+    ending.mapping, ending.offset = lease.place
+    ending.nbytes = len(area)
+    returns.endings[id(ending)] = lease.ending = ending
 
 
 def settle(area: memoryview, pool: Pool, zero_copy: bool) -> tuple[memoryview, bool]:
@@ -183,10 +327,11 @@ def settle(area: memoryview, pool: Pool, zero_copy: bool) -> tuple[memoryview, b
         The area, and whether it is the publisher's memory.
     """
     nbytes = len(area)
-    borrowed = type(area.obj) is _Borrowed
-    if borrowed and zero_copy:
+    lease = area.obj
+    if type(lease) is _Borrowed and zero_copy:
+        lease.ending.shown = True
         return area, True
-    if borrowed or (area.readonly and nbytes > 3 and area[3]):
+    if type(lease) is _Borrowed or (area.readonly and nbytes > 3 and area[3]):
         # It has buffers and lies in a batch, or it belongs to the publisher.
         own = pool.take(nbytes)
         copy(area, own)

@@ -4,13 +4,19 @@ A segment is a sealed memfd, so it has no name, leaves nothing behind, and no pe
 write to it or shrink it under a reader. It is cut into blocks of one size; a message is
 one block, written once whatever the number of subscribers. A block returns when the
 last view of it dies here and every peer that was told of it has released it.
+
+Its end is noted by a weak reference whose callback is one call into C: a finalizer in
+Python could be interrupted by a signal, and the block would be lost. What is in use is
+read off one dictionary and never counted beside it, for the same reason.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
+import resource
 import threading
 import time
 import weakref
@@ -21,13 +27,21 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from mq.buffers import class_bytes
+from mq.mappings import map_descriptor
 from mq.settings import memory_bytes
+
+logger = logging.getLogger(__name__)
 
 BLOCK_BYTES: Final = 32 * 1024
 """Smaller blocks are not made: such messages are quicker through the socket."""
 MAX_SEGMENT_BYTES: Final = 64 << 20
 """Blocks share segments up to this size, so that descriptors stay few."""
 MIN_SEGMENT_BYTES: Final = 2 << 20
+MOST_SEGMENTS: Final = 1024
+"""Of one member; and never more than a quarter of its descriptors."""
+_SHARE: Final = 16
+"""One segment has at most this part of the memory, unless one block needs more: a view
+that is kept for long keeps its whole segment from blocks of other sizes."""
 
 _FUTURE_WRITE: Final = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for yet
 _ids = count(1)
@@ -59,46 +73,35 @@ class Segment:
         fd: For passing on; closed when nobody refers to the segment any more.
         nbytes: Size.
         block_bytes: Size of its blocks.
-        out: How many of its blocks are in use.
-        retired: Whether its blocks are never used again, because a peer that was given
-            up without proof of death may still read them.
+        used_at: When a block of it was last in use, by the monotonic clock.
+
+    Raises:
+        OSError: The system has no such memory.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "block_bytes",
-        "fd",
-        "id",
-        "map",
-        "nbytes",
-        "out",
-        "retired",
-        "used_at",
-    )
+    __slots__ = ("__weakref__", "block_bytes", "fd", "id", "map", "nbytes", "used_at")
 
     def __init__(self, nbytes: int, block_bytes: int) -> None:
+        self.fd = -1
         self.id = next(_ids)
         self.nbytes = nbytes
         self.block_bytes = block_bytes
-        self.out = 0
-        self.retired = False
-        self.used_at = 0.0
-        self.fd = -1
-        try:
-            self.fd = os.memfd_create("mq", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            # Where there is no memory this fails, in place of a SIGBUS later.
-            os.posix_fallocate(self.fd, 0, nbytes)
-            self.map = mmap.mmap(self.fd, nbytes)
-            seal(self.fd)
-        except OSError as error:
-            raise MemoryError(
-                f"no shared memory for messages: {nbytes} bytes: {error}; lower "
-                "shm_bytes, or raise the limit that the error names"
-            ) from error
+        self.used_at = time.monotonic()
+        self.fd = os.memfd_create("mq", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # Where there is no memory this fails, in place of a SIGBUS later.
+        os.posix_fallocate(self.fd, 0, nbytes)
+        self.map = map_descriptor(self.fd, nbytes, private=False)
+        seal(self.fd)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory stays as long as it is mapped."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
+        if getattr(self, "fd", -1) >= 0:
+            self.close()
 
 
 def seal(fd: int) -> None:
@@ -111,15 +114,19 @@ def seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
 
+Place = tuple[Segment, int]
+"""A block: its segment and its offset there."""
+
+
 class _Lease(np.ndarray[Any, Any]):
     """A block in use; every view of it refers to it."""
 
-    _place: tuple[Segment, int] | None = None
-    _returned: deque[tuple[Segment, int]]
 
-    def __del__(self) -> None:
-        if self._place is not None:
-            self._returned.append(self._place)
+class _Out(weakref.ref[_Lease]):
+    """Tells when a lease has died, and what it was of."""
+
+    __slots__ = ("place",)
+    place: Place
 
 
 class Block:
@@ -149,46 +156,56 @@ class Lender:
     Args:
         limit_bytes: How much memory it takes from the system at most; None: a quarter
             of what this process may use.
+
+    Attributes:
+        segments: Those in use, by id. A retired one is none of them: its blocks are
+            never used again.
+        dropped: How many were retired.
+        waits: How many times `publish` or `loan` found no memory.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = memory_bytes() // 4 if limit_bytes is None else limit_bytes
+        self.waits = 0
+        self._complained = False
         self._reset()
         _lenders.add(self)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._returned: deque[tuple[Segment, int]] = deque()
-        self._idle: dict[int, list[tuple[Segment, int]]] = {}
+        self._closed = False
         self.segments: dict[int, Segment] = {}
-        self._mapped = self._in_use = self._waits = 0
         self.dropped = 0
+        # What is in `_out` is in use. Whatever else `_idle` has, perhaps twice after
+        # an interrupt, is free.
+        self._idle: dict[int, list[Place]] = {}
+        self._out: dict[Place, _Out] = {}
+        self._ended: deque[_Out] = deque()
 
     def fits(self, nbytes: int) -> bool:
         """Whether there can ever be a block of this size."""
-        return nbytes <= self.limit_bytes
+        return self._size(nbytes) <= self.limit_bytes and not self._closed
+
+    def _size(self, nbytes: int) -> int:
+        size = _block_bytes(nbytes)
+        return size if size <= self.limit_bytes else _pages(nbytes)
 
     def take(self, nbytes: int) -> Block | None:
-        """A block of any content; None while there is no memory for it.
-
-        Raises:
-            MemoryError: The system refuses memory that the limit allows.
-        """
-        size = _block_bytes(nbytes)
-        if size > self.limit_bytes >= nbytes:
-            size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        """A block of any content; None while there is no memory for it."""
+        if not self.fits(nbytes):
+            return None
         with self._lock:
             self._collect()
-            if not self._idle.get(size) and not self._grow(size):
-                self._waits += 1
+            place = self._find(self._size(nbytes))
+            if place is None:
                 return None
-            segment, offset = self._idle[size].pop()
-            segment.out += 1
-            self._in_use += size
-        lease = np.ndarray.__new__(_Lease, (nbytes,), np.uint8, segment.map, offset)
-        lease._returned = self._returned
-        lease._place = (segment, offset)
-        return Block(segment, offset, memoryview(lease))
+            segment, offset = place
+            lease = np.ndarray.__new__(_Lease, (nbytes,), np.uint8, segment.map, offset)
+            out = _Out(lease, self._ended.append)
+            out.place = place
+            self._out[place] = out
+            self._idle[segment.block_bytes].pop()
+            return Block(segment, offset, memoryview(lease))
 
     def retire(self, segment: Segment) -> None:
         """Never use its memory again: a peer may read it who can no longer be asked."""
@@ -197,93 +214,156 @@ class Lender:
 
     def trim(self, older_than_seconds: float = 0.0) -> None:
         """Give segments back of which no block was in use for so long."""
-        horizon = time.monotonic() - older_than_seconds
         with self._lock:
             self._collect()
-            for segment in list(self.segments.values()):
-                if not segment.out and segment.used_at <= horizon:
+            horizon = time.monotonic() - older_than_seconds
+            for segment in self._unused():
+                if segment.used_at <= horizon:
                     self._retire(segment)
 
     def close(self) -> None:
         """Give back all that is not in use; the rest goes with its last view."""
         with self._lock:
-            self._collect()
+            self._closed = True
             for segment in list(self.segments.values()):
                 self._retire(segment)
+            self._idle.clear()
+            self._out.clear()
+            self._ended.clear()
+
+    def abandon(self) -> None:
+        """In a forked child: the memory is the parent's to write to."""
+        # Another thread may have held the lock.
+        for segment in self._all():
+            segment.close()
+        self._reset()
 
     def stats(self) -> LendingStats:
         """The counters."""
         with self._lock:
             self._collect()
+            segments = self._all()
             return LendingStats(
                 self.limit_bytes,
-                self._mapped,
-                self._in_use,
-                len(self.segments),
-                self._waits,
+                sum(segment.nbytes for segment in segments),
+                sum(segment.block_bytes for segment, _ in self._out),
+                len(segments),
+                self.waits,
             )
 
     # -- with the lock ----------
 
-    def _grow(self, size: int) -> bool:
-        """Take a segment from the system, if need be in place of an idle one."""
-        room = self.limit_bytes - self._mapped
-        if room < size:
-            idle = [s for s in self.segments.values() if not s.out]
-            for segment in sorted(idle, key=lambda segment: segment.used_at):
-                self._retire(segment)
-                room = self.limit_bytes - self._mapped
-                if room >= size:
-                    break
-            else:
-                return False
+    def _all(self) -> set[Segment]:
+        """Those of which a block can be used or is, retired ones too."""
+        return {*self.segments.values(), *(segment for segment, _ in self._out)}
+
+    def _unused(self) -> list[Segment]:
+        """Those of which no block is in use, the one unused for longest first."""
+        used = {segment for segment, _ in self._out}
+        unused = [s for s in self.segments.values() if s not in used]
+        return sorted(unused, key=lambda segment: segment.used_at)
+
+    def _find(self, size: int) -> Place | None:
+        """A free block, the last of the idle ones of its size."""
+        while True:
+            places = self._idle.get(size) or self._grow(size)
+            if not places:
+                return None
+            if places[-1] not in self._out:
+                return places[-1]
+            places.pop()
+
+    def _grow(self, size: int) -> list[Place] | None:
+        """Take a segment from the system, if need be in place of unused ones."""
+        unused, segments = self._unused(), self._all()
+        count, most = len(segments), _most_segments()
+        mapped = sum(segment.nbytes for segment in segments)
+        if mapped - sum(s.nbytes for s in unused) + size > self.limit_bytes:
+            return None  # it would be in vain
+        while unused and (mapped + size > self.limit_bytes or count >= most):
+            mapped -= unused[0].nbytes
+            count -= 1
+            self._retire(unused.pop(0))
+        if count >= most:
+            return None
         alike = sum(s.nbytes for s in self.segments.values() if s.block_bytes == size)
-        wanted = max(size, min(MAX_SEGMENT_BYTES, max(MIN_SEGMENT_BYTES, alike)), size)
-        blocks = min(wanted, room) // size
-        segment = Segment(blocks * size, size)
-        segment.used_at = time.monotonic()
+        share = min(MAX_SEGMENT_BYTES, self.limit_bytes // _SHARE)
+        wanted = min(max(MIN_SEGMENT_BYTES, alike), share, self.limit_bytes - mapped)
+        segment = self._allocate(max(1, wanted // size), size, unused)
+        if segment is None:
+            return None
         self.segments[segment.id] = segment
-        self._mapped += segment.nbytes
-        places = [(segment, n * size) for n in reversed(range(blocks))]
-        self._idle.setdefault(size, []).extend(places)
-        return True
+        places = self._idle.setdefault(size, [])
+        places += [(segment, at) for at in range(segment.nbytes - size, -1, -size)]
+        return places
+
+    def _allocate(
+        self, blocks: int, size: int, unused: list[Segment]
+    ) -> Segment | None:
+        """A segment; where the system refuses, a small one or one for unused ones."""
+        try:
+            return Segment(blocks * size, size)
+        except OSError as error:
+            if blocks == 1 and not unused:
+                self._complain(size, error)
+                return None
+        if blocks == 1:
+            self._retire(unused.pop(0))
+        return self._allocate(1, size, unused)
+
+    def _complain(self, size: int, error: OSError) -> None:
+        if not self._complained:
+            self._complained = True
+            logger.warning(
+                "no shared memory for a message of %d bytes: %s; such messages wait "
+                "for others to be read, or go through the socket. Raise the limit that "
+                "the error names, or lower shm_bytes",
+                size,
+                str(error),  # it refers to this object, and handlers may keep it
+            )
 
     def _collect(self) -> None:
-        """Take in what finalizers returned."""
-        if not self._returned:
-            return
+        """Take in what has died."""
         now = time.monotonic()
-        while self._returned:
-            segment, offset = self._returned.popleft()
-            segment.out -= 1
-            segment.used_at = now
-            self._in_use -= segment.block_bytes
-            if not segment.retired:
-                self._idle[segment.block_bytes].append((segment, offset))
+        while self._ended:
+            out = self._ended[0]
+            place = getattr(out, "place", None)  # none after an interrupt in `take`
+            if place is not None and self._out.get(place) is out:
+                segment = place[0]
+                segment.used_at = now
+                if segment.id in self.segments:
+                    self._idle[segment.block_bytes].append(place)
+                del self._out[place]
+            self._ended.popleft()
 
     def _retire(self, segment: Segment) -> None:
-        if segment.retired:
-            return
-        segment.retired = True
-        size = segment.block_bytes
-        self._idle[size] = [p for p in self._idle[size] if p[0] is not segment]
-        del self.segments[segment.id]
-        self._mapped -= segment.nbytes
-        self.dropped += 1
+        places = self._idle.get(segment.block_bytes, [])
+        self._idle[segment.block_bytes] = [p for p in places if p[0] is not segment]
+        if self.segments.pop(segment.id, None) is not None:
+            self.dropped += 1
+
+
+def _most_segments() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MOST_SEGMENTS
+    return min(MOST_SEGMENTS, limit // 4)
 
 
 def _block_bytes(nbytes: int) -> int:
-    size = class_bytes(max(nbytes, BLOCK_BYTES))
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    return _pages(class_bytes(max(nbytes, BLOCK_BYTES)))
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 _lenders: weakref.WeakSet[Lender] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # The memory is the parent's to write to; another thread may have held the lock.
     for lender in list(_lenders):
-        lender._reset()
+        lender.abandon()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -67,7 +67,7 @@ def test_members_of_one_host_share_memory(
 
             assert wire_of(b, "a").startswith("shm://")
             assert a.stats()["shared"][0]["mapped_bytes"] >= LARGE.nbytes
-            assert any("'a' over shm://" in line for line in caplog.messages)
+            assert any("session with a over shm://" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ import time
 import pytest
 import torch
 
-from bench import baselines, payloads, raw, raw_nng
+from bench import baselines, command, payloads, raw, raw_nng
 from bench.command import measure, unusable
+from bench.gpu import Gpu, move
 from bench.peer import Metrics, Peer, Unusable
 from bench.rows import Cell, Result, percentiles
 from bench.runner import run_cell
+from mq import registry
 
 RAW_ZMQ = ["raw:zmq:ipc", "raw:zmq:tcp"]
 RAW = ["raw:nng:ipc", "raw:nng:tcp", *RAW_ZMQ, "raw:torchrpc", "raw:torchrpc:tcp"]
@@ -43,6 +45,52 @@ def test_latency_is_measured_on(transport: str) -> None:
     metrics = measured(transport, "latency", 1250)
     assert metrics["samples"] >= 5
     assert metrics["p50"] <= metrics["p90"] <= metrics["p99"]
+
+
+ON_GPUS = ["torchrpc:cuda", "raw:torchrpc:cuda", "raw:torchrpc:staged"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ON_GPUS)
+@pytest.mark.parametrize(
+    ("workload", "nbytes"),
+    [("latency", 1250), ("fanin", 2000), ("stream", 20_000), ("mixed", 200_000)],
+)
+def test_tensors_on_a_gpu_are_measured_in(
+    workload: str, nbytes: int, transport: str
+) -> None:
+    """One GPU is enough for both ends."""
+    if not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} sees no CUDA device")
+    metrics = measured(transport, workload, nbytes)
+    assert metrics.get("lost", 0) == 0
+
+
+@pytest.mark.parametrize("transport", ON_GPUS)
+def test_without_a_gpu_the_row_says_so(transport: str) -> None:
+    """Not a missing row, and no failure."""
+    if torch.cuda.is_available():
+        pytest.skip("this host has a CUDA device")
+    unusable = {transport: registry.check(transport)} if "raw" not in transport else {}
+    result = measure(Cell(transport, "latency", 1250, 0, 0.05, 60.0), unusable)
+    assert result.status == "skipped"
+    assert "sees no CUDA device" in result.reason
+
+
+def test_a_payload_is_placed_on_a_device_once() -> None:
+    """With everything in it, and waited for; host memory stands in for a GPU here."""
+    gpu = Gpu("cpu")
+    batch = payloads.batch(2000)
+    placed = gpu.place(batch)
+    assert payloads.same(placed, batch)
+    assert gpu.place(batch) is placed
+    assert gpu.place(None) is None
+    text = payloads.message(100)
+    assert move(text, "meta") == text
+    moved = move(payloads.tensor(100), "meta")
+    assert isinstance(moved, torch.Tensor)
+    assert moved.is_meta
+    gpu.wait()
 
 
 @pytest.mark.parametrize("transport", [*RAW, *OURS])
@@ -217,6 +265,16 @@ def test_an_unusable_transport_is_a_row() -> None:
     """A transport that cannot work appears with its reason."""
     result = measure(Cell("zmq:ipc", "latency", 1250), {"zmq:ipc": "no luck"})
     assert (result.status, result.reason) == ("skipped", "no luck")
+
+
+def test_what_measured_nothing_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate of nothing per second is a row with that reason, never a figure."""
+    cell = Cell("raw:zmq:ipc:pubsub", "rate", 64)
+    empty = Result.of(cell, "ok", metrics={"value": 0.0})
+    monkeypatch.setattr(command, "run_cell", lambda *args, **rest: empty)
+    result = measure(cell, {})
+    assert (result.status, result.metrics) == ("failed", {})
+    assert "too little arrived" in result.reason
 
 
 def test_what_does_not_fit_into_memory_is_not_tried() -> None:

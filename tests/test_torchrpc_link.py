@@ -278,8 +278,8 @@ def test_silent_strangers_are_closed() -> None:
         ]
         link = member.link
         assert isinstance(link, TorchRpcLink)
-        world.until(lambda: len(link._strangers) == 5, "five strangers")
-        world.until(lambda: not link._strangers, "all of them to be closed")
+        world.until(lambda: len(link._sockets.strangers) == 5, "five strangers")
+        world.until(lambda: not link._sockets.strangers, "all of them to be closed")
         assert all(end.recv(1) == b"" for end in ends)
 
 

@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import secrets
 import socket
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
-from mq.borrowing import Mapping
-from mq.lending import Lender, Segment, seal
+from mq.borrowing import Mapping, Unmapped
+from mq.lending import MOST_SEGMENTS, Lender, Segment, seal
 from mq.mesh.poller import Poller
 from mq.stream.conn import StreamConn
 from mq.stream.descriptors import DescriptorConn, peer_user
 from mq.stream.link import StreamLink
 from mq.stream.sockets import bound_unix
 from mq.transport import Capabilities, Event, What
+
+logger = logging.getLogger(__name__)
 
 _SCHEME: Final = "shm://"
 _BUFFER_BYTES: Final = 4 << 20
@@ -35,6 +38,8 @@ _NOTE: Final = struct.Struct("<BIQ")
 """What it is, the number of a segment, and its size."""
 _SEGMENT, _FORGET = 1, 2
 _PROOF_BYTES: Final = 16
+_MOST_BORROWED: Final = 4 * MOST_SEGMENTS
+"""Segments of one peer, some of which it may be about to take back."""
 
 
 class ShmConn(DescriptorConn):
@@ -46,7 +51,7 @@ class ShmConn(DescriptorConn):
     def __init__(self, link: StreamLink, address: str, news: What) -> None:
         super().__init__(link, address, news)
         self._lent: set[int] = set()
-        self._mappings: dict[int, Mapping] = {}
+        self._mappings: dict[int, Mapping | Unmapped] = {}
         self._proof = secrets.token_bytes(_PROOF_BYTES)
         self._asked = False
         self._said = b""
@@ -86,7 +91,8 @@ class ShmConn(DescriptorConn):
             raise OSError("it does not pass descriptors of memory")
         fd = self.descriptors.popleft()
         try:
-            memory = Mapping(fd, _PROOF_BYTES).borrow(0, _PROOF_BYTES)
+            mapping = Mapping(fd, _PROOF_BYTES)
+            memory = mapping.borrow(0, _PROOF_BYTES, lambda n: memoryview(bytearray(n)))
         except ValueError as error:
             raise OSError(str(error)) from error
         finally:
@@ -102,38 +108,60 @@ class ShmConn(DescriptorConn):
         self._lent.add(segment.id)
         return True
 
-    def recall(self, alive: dict[int, Segment]) -> None:
-        """Have the peer unmap segments that are gone, so that their memory is free."""
-        for number in self._lent - alive.keys():
-            if self.try_send(b"", memoryview(_NOTE.pack(_FORGET, number, 0))):
-                self._lent.discard(number)
+    def recall(self, alive: dict[int, Segment]) -> bool:
+        """Have the peer unmap segments that are gone, so that their memory is free.
 
-    def borrow(self, segment: int, offset: int, nbytes: int) -> memoryview:
+        Returns:
+            Whether it has been told of all.
+        """
+        gone = self._lent - alive.keys()
+        for number in gone:
+            if not self.try_send(b"", memoryview(_NOTE.pack(_FORGET, number, 0))):
+                return False
+            self._lent.discard(number)
+        return True
+
+    def borrow(
+        self,
+        segment: int,
+        offset: int,
+        nbytes: int,
+        take: Callable[[int], memoryview],
+    ) -> memoryview:
         mapping = self._mappings.get(segment)
         if mapping is None:
             raise ValueError(f"segment {segment} of shared memory was never lent")
-        return mapping.borrow(offset, nbytes)
+        return mapping.borrow(offset, nbytes, take)
 
     def _noted(self, note: bytes) -> None:
+        if len(note) != _NOTE.size:
+            self.malformed(f"a note of {len(note)} bytes")
+            return
         kind, number, nbytes = _NOTE.unpack(note)
         if kind == _FORGET:
             self._mappings.pop(number, None)
         elif kind == _SEGMENT and self.descriptors:
-            fd = self.descriptors.popleft()
+            self._map(self.descriptors.popleft(), number, nbytes)
+        else:
+            self.malformed(f"a note of kind {kind} without a descriptor")
+
+    def _map(self, fd: int, number: int, nbytes: int) -> None:
+        keep = False
+        try:
+            if len(self._mappings) >= _MOST_BORROWED:
+                raise ValueError(f"more than {_MOST_BORROWED} segments")
             try:
                 self._mappings[number] = Mapping(fd, nbytes)
-            except ValueError as error:
-                self.malformed(str(error))
             except OSError as error:
-                self.end(
-                    f"cannot map {nbytes} bytes of a peer's shared memory: {error}; "
-                    "raise the limit that the error names, or lower the publisher's "
-                    "shm_bytes"
-                )
-            finally:
+                keep = True
+                self._mappings[number] = Unmapped(fd, nbytes)
+                assert isinstance(self._link, ShmLink)
+                self._link.complain(nbytes, error)
+        except ValueError as error:
+            self.malformed(str(error))
+        finally:
+            if not keep:
                 os.close(fd)
-        else:
-            self.malformed(f"a note of kind {kind}")
 
     def abandon(self) -> None:
         self._mappings.clear()
@@ -159,6 +187,8 @@ class ShmLink(StreamLink):
             raise ValueError(f"shm_bytes is {shm_bytes!r}; give a number of bytes")
         self.lender: Lender = Lender(shm_bytes)
         self._dropped = 0
+        self._recalling: list[ShmConn] = []
+        self._complained = False
         self._files: list[str] = []
         self._directory: str | None = None
 
@@ -204,7 +234,7 @@ class ShmLink(StreamLink):
 
     def objection(self, sock: socket.socket) -> str:
         user = peer_user(sock)
-        if user == os.getuid():
+        if user == os.geteuid():
             return ""
         return f"it belongs to user {user}, and shared memory is for one user only"
 
@@ -214,19 +244,38 @@ class ShmLink(StreamLink):
     def is_routable(self, address: str) -> bool:
         return False
 
+    def complain(self, nbytes: int, error: OSError) -> None:
+        """Say that memory of a peer cannot be mapped, once."""
+        if not self._complained:
+            self._complained = True
+            logger.warning(
+                "cannot map %d bytes of a peer's shared memory: %s; such messages are "
+                "copied. Raise the limit that the error names, or lower shm_bytes of "
+                "the publisher",
+                nbytes,
+                str(error),
+            )
+
     # -- events ----------
 
     def poll(self) -> Iterator[Event]:
         if self.lender.dropped != self._dropped:
             self._dropped = self.lender.dropped
-            for conn in list(self.conns):
-                assert isinstance(conn, ShmConn)
-                conn.recall(self.lender.segments)
+            self._recalling = list(self.conns)  # type: ignore[arg-type]
+        if self._recalling:
+            alive = self.lender.segments
+            self._recalling = [c for c in self._recalling if not c.recall(alive)]
         return super().poll()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._files.clear()  # they are the parent's to remove
+        self._directory = None
 
     def close(self) -> None:
         super().close()
         self.lender.close()
+        self._recalling.clear()
         for path in self._files:
             with contextlib.suppress(OSError):
                 os.unlink(path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, NoReturn
 
 from mq import addresses
@@ -62,6 +62,12 @@ class TlsConn(StreamConn):
             server_hostname=None if server else self._link.name_of(address),
         )
 
+    def describe(self) -> Mapping[str, str]:
+        found: Any = self._ssl.getpeercert() or {}
+        subject = [pair for part in found.get("subject", ()) for pair in part]
+        names = ",".join(value for key, value in subject if key == "commonName")
+        return {"certificate": names, "version": self._ssl.version() or ""}
+
     def start(self, sock: socket.socket) -> None:
         super().start(sock)
         self._send = self._encrypt
@@ -81,7 +87,7 @@ class TlsConn(StreamConn):
         except ssl.SSLWantReadError:
             return False
         except ssl.SSLError as error:
-            raise OSError(0, explain(error)) from error
+            raise OSError(explain(error)) from error
         finally:
             self._push()  # an alert, too, which tells the peer why
 
@@ -144,7 +150,7 @@ class TlsConn(StreamConn):
         except ssl.SSLEOFError:
             return 0
         except ssl.SSLError as error:
-            raise OSError(0, explain(error)) from error
+            raise OSError(explain(error)) from error
 
     def _pull(self) -> bool:
         """Receive what is to be decrypted; whether there was any, or the end."""
@@ -241,7 +247,6 @@ class TlsLink(TcpStreamLink):
             context.load_verify_locations(authorities)
         except ssl.SSLError as error:
             raise OSError(
-                0,
                 "tls: OpenSSL does not accept certificate and private_key "
                 f"{certificate!r}, {private_key!r} with authorities {authorities!r}: "
                 f"{explain(error)}",
@@ -258,13 +263,12 @@ class TlsLink(TcpStreamLink):
             )
             if word not in text:
                 what = "key" if option == "private_key" else "certificate"
-                raise OSError(0, f"tls: {option} {path!r} holds no {what} in PEM form")
+                raise OSError(f"tls: {option} {path!r} holds no {what} in PEM form")
 
     def _no_password(self) -> NoReturn:
         # Without this OpenSSL would ask at the terminal.
         path = self._paths["private_key"]
         raise OSError(
-            0,
             f"tls: private_key {path!r} is locked by a password: `openssl pkey -in "
             f"{path}` writes it without one, for a file that only its owner can read",
         )
@@ -281,7 +285,7 @@ class TlsLink(TcpStreamLink):
             code, text = _step(end)
             if code in _OUT_OF_DATE:
                 path = self._paths["certificate"]
-                raise OSError(0, f"tls: certificate {path!r}: {text}")
+                raise OSError(f"tls: certificate {path!r}: {text}")
             if code:
                 return  # its name and its signer are for the files of peers to judge
 
@@ -301,7 +305,8 @@ def explain(error: ssl.SSLError) -> str:
     """What went wrong, in words, and what to do."""
     if isinstance(error, ssl.SSLCertVerificationError):
         remedy = _REMEDIES.get(error.verify_code, "")
-        return f"the peer's certificate is refused: {error.verify_message}{remedy}"
+        words = error.verify_message.rstrip(".")
+        return f"the peer's certificate is refused: {words}{remedy}"
     reason = error.reason or ""
     words = reason.replace("_", " ").lower()
     if reason == "KEY_VALUES_MISMATCH":

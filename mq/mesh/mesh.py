@@ -65,7 +65,8 @@ class Mesh:
         self.stats = MeshStats()
         chunk_bytes = min(link.chunk_bytes for link in links)
         least = min(chunk_bytes, *(link.least_chunk_bytes for link in links))
-        self.publisher = Publisher(take, chunk_bytes, least)
+        piece_bytes = min(link.piece_bytes for link in links)
+        self.publisher = Publisher(take, chunk_bytes, least, piece_bytes)
         returns = Returns(lambda: self.wake())
         self.subscriber = Subscriber(take, config.max_message_bytes, returns)
         self.sessions: dict[str, Session] = {}
@@ -231,8 +232,7 @@ class Mesh:
         self.changed += 1
         if logger.isEnabledFor(logging.INFO):
             more = "".join(f", {k} {v}" for k, v in conn.describe().items())
-            me = self.config.name
-            logger.info("%r reaches %r over %s%s", me, session.name, conn.address, more)
+            logger.info("session with %s over %s%s", session.name, conn.address, more)
         return session
 
     def watch(self, session: Session) -> None:
@@ -325,14 +325,13 @@ class Mesh:
     def _end_loans(self, session: Session) -> None:
         """The peer will not release what it was lent.
 
-        Unless its process has ended it may still read that memory, which is therefore
-        never used again.
+        It, or if its process has ended a child of it, may still read that memory, which
+        is therefore never used again.
         """
-        if session.watch is None or not session.watch.ended():
-            for link in self.links:
-                for block in session.lent.values():
-                    if link.lender is not None:
-                        link.lender.retire(block.segment)
+        for link in self.links:
+            for block in session.lent.values():
+                if link.lender is not None:
+                    link.lender.retire(block.segment)
         session.lent.clear()
         session.peer_waits = False
         self.hurry()
@@ -397,6 +396,7 @@ class Mesh:
                 else:
                     self._heartbeat(session, now)
         self.greetings.tick(now)
+        self.subscriber.returns.look_for_children()
 
     def _heartbeat(self, session: Session, now: float) -> None:
         interval = 2.5
@@ -438,6 +438,7 @@ class Mesh:
             session.lent.clear()
         for topic in self.publisher.topics.values():
             topic.drop_all()
+        self.subscriber.returns.close()
         self.conns.clear()
         self.sessions.clear()
         self._watches.clear()

@@ -18,6 +18,7 @@ from mq.mesh.wire import Chunk, Malformed, Subscribed
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
+    from mq.devices import Piece
     from mq.mesh.session import Session
 
 SUBSCRIPTIONS_PER_FRAME: Final = 200
@@ -224,12 +225,28 @@ class Subscriber:
             raise Malformed(f"message for unconfirmed subscription {subscription}")
         return source
 
-    def place(self, session: Session, chunk: Chunk, nbytes: int) -> memoryview | None:
-        """Where the body of a chunk goes; None if nobody wants the chunk."""
+    def place(
+        self,
+        session: Session,
+        chunk: Chunk,
+        nbytes: int,
+        sizes: tuple[int, ...] = (),
+    ) -> memoryview | None:
+        """Where the body of a chunk goes; None if nobody wants the chunk.
+
+        Args:
+            sizes: Of the message's areas on devices.
+        """
         source = self._source(session, chunk.subscription)
         if source is None:
             return None
-        return source.place(chunk, nbytes, self._limit, self._take)
+        return source.place(chunk, nbytes, self._limit, self._take, sizes)
+
+    def land(self, session: Session, place: wire.Piece, piece: Piece) -> None:
+        """A tensor has arrived, for which there was a place."""
+        source = self._source(session, place.chunk.subscription)
+        if source is not None:
+            source.land(place, piece)
 
     def placed(self, session: Session, chunk: Chunk, nbytes: int, last: bool) -> None:
         """The body of a chunk is in its place."""
@@ -242,11 +259,14 @@ class Subscriber:
     def lent(self, session: Session, lent: wire.Lent, borrow: Borrow) -> None:
         """A message lies in its publisher's memory."""
         source = self._source(session, lent.subscription)
-        if source is not None and source.borrow(
-            lent, self._limit, self.inbox.fifo, borrow, self.returns, self.copies
-        ):
+        in_place = False
+        if source is not None:
+            fifo = self.inbox.fifo
+            in_place = source.borrow(
+                lent, self._limit, fifo, borrow, self._take, self.returns, self.copies
+            )
             self._activate(source)
-        else:
+        if not in_place:
             release = wire.Release(lent.subscription, lent.sequence)
             session.control(wire.RELEASE, [release])
 
@@ -255,26 +275,26 @@ class Subscriber:
 
         Repeated after an interrupt it may tell them again, which is harmless.
         """
-        queue = self.returns.queue
-        # Finalizers append at any time, even now.
-        returned = [queue[n] for n in range(len(queue))]
+        returned = self.returns.ended()
         releases: dict[Session, list[wire.Release]] = {}
-        for key, mapping, offset, nbytes in returned:
+        for ending in returned:
+            key = ending.key
             source: Source = key.source
             if source.has_returned(key) and source.session.alive:
                 subscription = source.subscription
                 if subscription.zero_copy:
-                    mapping.forget_writes(offset, nbytes)
+                    ending.mapping.forget_writes(ending.offset, ending.nbytes)
                 release = wire.Release(subscription.id, key.sequence)
                 releases.setdefault(source.session, []).append(release)
         for session, found in releases.items():
             for start in range(0, len(found), RELEASES_PER_FRAME):
                 part = found[start : start + RELEASES_PER_FRAME]
                 session.control(wire.RELEASE, part)
-        for key, *_ in returned:
+        for ending in returned:
+            key = ending.key
             if key.source.has_returned(key):
                 del key.source.lent[key.sequence]
-            queue.popleft()
+        self.returns.forget(returned)
 
     # -- what recv takes ----------
 

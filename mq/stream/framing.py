@@ -153,7 +153,9 @@ class Framing(Conn):
 
     def flush(self) -> None:
         """The socket has room: send the rest, then let messages be tried again."""
-        if self.torn or self._gone:
+        if self.torn:
+            self._refuse()
+        if self._gone:
             return
         rest = self._rest
         if rest or self._sealed:

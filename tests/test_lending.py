@@ -1,0 +1,439 @@
+"""Memory that is lent: what the owner has, what a peer sees of it, and their ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import logging
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mq import lending
+from mq.borrowing import Key, Mapping, Returns, Unmapped, arm, is_borrowed, settle
+from mq.buffers import Pool
+from mq.lending import BLOCK_BYTES, Block, Lender, Segment
+
+LIMIT = 8 * BLOCK_BYTES
+
+
+def memfds() -> list[int]:
+    """Descriptors of memory that this process has."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed the directory
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:mq"):
+                found.append(int(fd))
+    return found
+
+
+def fill(lender: Lender, nbytes: int = BLOCK_BYTES) -> list[Block]:
+    """All blocks that there are."""
+    return list(iter(lambda: lender.take(nbytes), None))
+
+
+def test_a_block_returns_when_the_last_view_of_it_dies() -> None:
+    """Memory is used again and never exceeds the limit."""
+    lender = Lender(LIMIT)
+    blocks = fill(lender)
+    assert len(blocks) == 8
+    assert lender.stats().mapped_bytes == lender.stats().in_use_bytes == LIMIT
+    view = np.frombuffer(blocks[3].area, np.uint8)[100:200]
+    segments = set(lender.segments)
+    blocks.clear()
+    assert len(fill(lender)) == 7
+    del view
+    assert len(fill(lender)) == 8
+    assert set(lender.segments) == segments
+
+
+def test_sizes_take_turns_in_the_same_memory() -> None:
+    """Unused segments make room for blocks of another size; those in use do not."""
+    lender = Lender(LIMIT)
+    del fill(lender)[:]
+    whole = lender.take(LIMIT)
+    assert whole is not None
+    assert lender.take(BLOCK_BYTES) is None
+    del whole
+    assert lender.take(BLOCK_BYTES + 1) is not None
+    assert lender.stats().mapped_bytes <= LIMIT
+
+
+def test_nothing_is_given_up_in_vain() -> None:
+    """A block that finds no room even then leaves unused segments as they are."""
+    lender = Lender(LIMIT)
+    blocks = fill(lender)
+    del blocks[4:]
+    dropped = lender.dropped
+    assert lender.take(5 * BLOCK_BYTES) is None
+    assert lender.dropped == dropped
+
+
+def test_a_view_that_is_kept_pins_little() -> None:
+    """A segment has a small part of the memory, so that one view cannot hold it all."""
+    limit = 256 << 20
+    lender = Lender(limit)
+    kept = lender.take(BLOCK_BYTES)
+    assert kept is not None
+    assert lender.stats().mapped_bytes <= limit // 16
+    assert lender.take(limit - limit // 16) is not None
+
+
+def test_what_is_larger_than_all_of_it_never_fits() -> None:
+    """Nor does anything where there is none, or after the end."""
+    assert not Lender(LIMIT).fits(LIMIT + 1)
+    assert not Lender(100_000).fits(99_000)  # it has not as many whole pages
+    assert Lender(0).take(BLOCK_BYTES) is None
+    lender = Lender(LIMIT)
+    lender.close()
+    assert not lender.fits(1)
+    assert lender.take(BLOCK_BYTES) is None
+    assert not lender.segments
+
+
+def test_a_retired_segment_is_never_used_again() -> None:
+    """Its blocks count as long as they are in use, and are gone afterwards."""
+    lender = Lender(LIMIT)
+    blocks = fill(lender)
+    for block in blocks:
+        lender.retire(block.segment)
+    assert lender.take(BLOCK_BYTES) is None
+    assert lender.stats().mapped_bytes == LIMIT
+    old = {block.segment.id for block in blocks}
+    del block
+    blocks.clear()
+    assert lender.stats().mapped_bytes == 0
+    assert old.isdisjoint(block.segment.id for block in fill(lender))
+
+
+def test_idle_segments_are_given_back() -> None:
+    """With their descriptor; those with a block in use stay."""
+    lender = Lender(LIMIT)
+    kept = lender.take(3 * BLOCK_BYTES)
+    assert kept is not None
+    idle = lender.take(BLOCK_BYTES)
+    assert idle is not None
+    segment = weakref.ref(idle.segment)
+    del idle
+    lender.trim()
+    assert list(lender.segments.values()) == [kept.segment]
+    assert segment() is None
+
+
+def test_after_the_end_memory_goes_with_its_last_view() -> None:
+    """Nothing that the closed lender has keeps a segment."""
+    lender = Lender(LIMIT)
+    block = lender.take(BLOCK_BYTES)
+    assert block is not None
+    view, segment = block.area, weakref.ref(block.segment)
+    lender.close()
+    view[:3] = b"abc"
+    assert bytes(block.area[:3]) == b"abc"
+    del block
+    assert segment() is None
+    del view
+
+
+def test_descriptors_are_one_a_segment_and_none_a_mapping() -> None:
+    """So `ulimit -n` is no limit to the number of segments of all peers."""
+    segment = Segment(LIMIT, LIMIT)
+    mapping = Mapping(segment.fd, LIMIT)
+    assert memfds() == [segment.fd]
+    segment.map[5:8] = b"new"
+    del segment
+    gc.collect()
+    assert bytes(mapping.borrow(5, 3, bytearray)) == b"new"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("refused", ["memfd_create", "posix_fallocate"])
+def test_what_the_system_refuses_is_like_no_memory(
+    refused: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, with the remedy, and tried again the next time."""
+
+    def refuse(*args: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    lender = Lender(LIMIT)
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(os, refused, refuse)
+        assert lender.take(BLOCK_BYTES) is None
+        assert lender.take(BLOCK_BYTES) is None
+    (record,) = caplog.records
+    assert "Too many open files" in record.getMessage()
+    assert "shm_bytes" in record.getMessage()
+    assert lender.take(BLOCK_BYTES) is not None
+
+
+def test_unused_segments_make_room_where_the_system_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their descriptors and memory serve the size that is needed now."""
+    lender = Lender(1 << 30)
+    for nbytes in (100_000, 200_000, 300_000):
+        assert lender.take(nbytes) is not None
+    create = os.memfd_create
+
+    def create_few(name: str, flags: int) -> int:
+        if len(lender.segments) > 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return create(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", create_few)
+    assert lender.take(400_000) is not None
+
+
+def test_there_are_never_more_segments_than_a_quarter_of_the_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The application needs some, too."""
+    monkeypatch.setattr(lending.resource, "getrlimit", lambda which: (64, 64))  # type: ignore[attr-defined]
+    lender = Lender(1 << 30)
+    blocks = [lender.take(100_000 * n) for n in range(1, 25)]
+    assert sum(block is not None for block in blocks) == 16 == len(lender.segments)
+    blocks.clear()
+    assert lender.take(5_000_000) is not None
+    assert len(lender.segments) == 16
+
+
+@contextmanager
+def interrupt_at(number: int, file: str) -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt before the n-th bytecode run in a file."""
+    count = [0]
+
+    def call(frame: FrameType, event: str, arg: object) -> Any:
+        name = frame.f_code.co_name
+        if not frame.f_code.co_filename.endswith(file) or name in ("__del__", "close"):
+            return None  # what is raised in a finalizer is lost, there as everywhere
+        frame.f_trace_opcodes = True
+        return opcode
+
+    def opcode(frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode":
+            count[0] += 1
+            if count[0] == number:
+                raise KeyboardInterrupt
+        return opcode
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+
+
+def _use(lender: Lender) -> None:
+    """Grow, take, give back, retire, trim."""
+    blocks = [lender.take(BLOCK_BYTES), lender.take(BLOCK_BYTES)]
+    assert blocks[0] is not None
+    lender.retire(blocks[0].segment)
+    blocks.clear()
+    block = lender.take(2 * BLOCK_BYTES)
+    del block
+    block = lender.take(BLOCK_BYTES)
+    del block
+    lender.trim()
+    lender.take(BLOCK_BYTES)
+
+
+def test_an_interrupt_anywhere_loses_no_block() -> None:
+    """Between any two bytecodes: afterwards all the memory can be taken, once."""
+    with interrupt_at(0, "mq/lending.py") as count:
+        _use(Lender(LIMIT))
+    assert count[0] > 300
+    for number in range(1, count[0] + 1):
+        lender = Lender(LIMIT)
+        try:
+            with interrupt_at(number, "mq/lending.py"):
+                _use(lender)
+        except KeyboardInterrupt:
+            # The tracer interrupts where no signal can: between the end of a block and
+            # the release of its lock.
+            lender._lock = threading.Lock()
+        blocks = fill(lender)
+        places = {(block.segment.id, block.offset) for block in blocks}
+        assert len(places) == len(blocks) == 8, f"after bytecode {number}"
+        blocks.clear()
+        assert lender.stats().in_use_bytes == 0, f"after bytecode {number}"
+    del lender
+    gc.collect()
+    for fd in memfds():  # made, and interrupted before anybody could know of it
+        assert not os.fstat(fd).st_size
+        os.close(fd)
+
+
+def test_blocks_die_in_any_thread() -> None:
+    """Many threads take and drop; nothing is handed out twice or lost."""
+    lender = Lender(LIMIT)
+    wrong: list[str] = []
+
+    def work(mark: int) -> None:
+        for _ in range(500):
+            block = lender.take(BLOCK_BYTES)
+            if block is not None:
+                block.area[:8] = bytes([mark]) * 8
+                if bytes(block.area[:8]) != bytes([mark]) * 8:
+                    wrong.append("a block has two owners")
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(fill(lender)) == 8
+
+
+# -- the other side ----------
+
+
+def borrowed(
+    returns: Returns, segment: Segment, key: object = "message"
+) -> tuple[Mapping, memoryview]:
+    """A view of the first page of a segment."""
+    mapping = Mapping(segment.fd, segment.nbytes)
+    area = mapping.borrow(0, mmap.PAGESIZE, Pool(0).take)
+    arm(area, returns, Key(key, 0, object()))
+    return mapping, area
+
+
+def test_what_a_reader_writes_stays_with_it_until_it_is_forgotten() -> None:
+    """Neither the owner nor another reader sees it, nor a later message there."""
+    segment = Segment(LIMIT, LIMIT)
+    segment.map[:5] = b"first"
+    ours, area = borrowed(Returns(lambda: None), segment)
+    theirs, other = borrowed(Returns(lambda: None), segment)
+    area[:5] = b"wrote"
+    assert (segment.map[:5], bytes(other[:5])) == (b"first", b"first")
+    ours.forget_writes(0, mmap.PAGESIZE)
+    segment.map[:5] = b"later"
+    assert bytes(area[:5]) == bytes(other[:5]) == b"later"
+    assert theirs.nbytes == LIMIT
+
+
+def test_writes_are_forgotten_where_the_kernel_cannot_tell_which_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before Linux 6.7, and where /proc is missing, all of the view is."""
+    segment = Segment(LIMIT, LIMIT)
+    mapping, area = borrowed(Returns(lambda: None), segment)
+    area[:] = b"x" * len(area)
+
+    def missing(*args: object) -> int:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "open", missing)
+    mapping.forget_writes(0, len(area))
+    assert bytes(area) == bytes(len(area))
+
+
+def test_the_death_of_a_view_is_noted_once_whoever_drops_it() -> None:
+    """In another thread, or by the collector of cycles."""
+    segment = Segment(LIMIT, LIMIT)
+    returns = Returns(lambda: None)
+    held: list[Any] = [borrowed(returns, segment)[1][10:20]]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert len(returns.queue) == 1
+    cycle: list[Any] = [borrowed(returns, segment)[1]]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert len(returns.queue) == 2
+
+
+def test_a_view_wakes_the_mesh_only_where_somebody_waits() -> None:
+    """And what it is woken for is noted by then."""
+    segment = Segment(LIMIT, LIMIT)
+    woken: list[int] = []
+    returns = Returns(lambda: woken.append(len(returns.queue)))
+    held = [borrowed(returns, segment)[1]]
+    held.clear()
+    assert not woken
+    returns.hurry = True
+    held = [borrowed(returns, segment)[1]]
+    held.clear()
+    assert woken == [2]
+
+
+def test_after_the_end_a_view_keeps_its_memory_and_nothing_keeps_it_afterwards() -> (
+    None
+):
+    """A queue that was closed is told of no view any more."""
+    segment = Segment(LIMIT, LIMIT)
+    returns = Returns(lambda: None)
+    mapping, area = borrowed(returns, segment)
+    gone = weakref.ref(mapping)
+    del mapping
+    returns.close()
+    assert len(bytes(area)) == mmap.PAGESIZE
+    del area
+    assert gone() is None
+    assert not returns.queue
+
+
+def test_memory_that_cannot_be_mapped_is_copied() -> None:
+    """With the checks of what can; the descriptor goes with it."""
+    segment = Segment(LIMIT, LIMIT)
+    segment.map[100:105] = b"hello"
+    fd = os.dup(segment.fd)
+    unmapped = Unmapped(fd, LIMIT)
+    area = unmapped.borrow(100, 5, Pool(0).take)
+    assert bytes(area) == b"hello"
+    assert not is_borrowed(area)
+    for offset, nbytes in ((LIMIT, 1), (LIMIT - 1, 2), (0, LIMIT + 1), (0, 0)):
+        with pytest.raises(ValueError, match="of a segment of"):
+            unmapped.borrow(offset, nbytes, Pool(0).take)
+    del unmapped
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_a_copying_subscriber_gets_memory_of_its_own() -> None:
+    """And the publisher's is free as soon as nobody else has a view."""
+    segment = Segment(LIMIT, LIMIT)
+    returns = Returns(lambda: None)
+    _, area = borrowed(returns, segment)
+    own, in_place = settle(area, Pool(0), zero_copy=False)
+    assert (in_place, is_borrowed(own)) == (False, False)
+    assert not returns.shown()
+    same, in_place = settle(area, Pool(0), zero_copy=True)
+    assert in_place
+    assert same is area
+    assert len(returns.shown()) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_view_lives_as_long_as_a_forked_child_may_read_it() -> None:
+    """It is given back when the child has ended, although the parent dropped it."""
+    segment = Segment(LIMIT, LIMIT)
+    segment.map[:5] = b"first"
+    returns = Returns(lambda: None)
+    held = [borrowed(returns, segment)[1]]
+    settle(held[0], Pool(0), zero_copy=True)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent has dropped its view
+        os._exit(0 if bytes(held[0][:5]) == b"first" else 1)
+    os.close(reader)
+    held.clear()
+    returns.look_for_children()
+    assert not returns.queue, "given back while a child may read it"
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == 0
+    returns.look_for_children()
+    assert len(returns.queue) == 1
