@@ -87,4 +87,6 @@ def test_it_runs_on_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main_of(APP, [*arguments, "--output", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert str(tmp_path / "report.md") in said
-    assert "inproc" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "`python -m bench.apps.pipeline --backend inproc" in text
+    assert "| inproc |" in text

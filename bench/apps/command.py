@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         app.add_arguments(own)
         merged = argparse.Namespace(**vars(options), **vars(own.parse_args([])))
         planned.append((app, app.cells(merged, _usable(parser, options.backend))))
-    return _run(["apps", *arguments], planned, options)
+    return _run(shlex.join(["mq", "bench", "apps", *arguments]), planned, options)
 
 
 def main_of(app: App, arguments: Sequence[str]) -> int:
@@ -54,7 +55,8 @@ def main_of(app: App, arguments: Sequence[str]) -> int:
         cells = app.cells(options, _usable(parser, options.backend))
     except ValueError as error:
         parser.error(str(error))
-    return _run(["apps", "--apps", app.name, *arguments], [(app, cells)], options)
+    command = ["python", "-m", f"bench.apps.{app.name}", *arguments]
+    return _run(shlex.join(command), [(app, cells)], options)
 
 
 def _parser(program: str, description: str) -> argparse.ArgumentParser:
@@ -113,7 +115,7 @@ def _usable(parser: argparse.ArgumentParser, backends: Sequence[str]) -> list[st
 
 
 def _run(
-    arguments: Sequence[str],
+    command: str,
     planned: Sequence[tuple[App, list[AppCell]]],
     options: argparse.Namespace,
 ) -> int:
@@ -122,7 +124,8 @@ def _run(
         "bench", "out", time.strftime("apps-%Y%m%d-%H%M%S")
     )
     output.mkdir(parents=True, exist_ok=True)
-    writer = Writer(output / "results.jsonl", environment(arguments))
+    facts = environment([]) | {"command": command}
+    writer = Writer(output / "results.jsonl", facts)
     status = 0
     every = [cell for _, cells in planned for cell in cells]
     progress = Progress(every)
@@ -142,7 +145,7 @@ def _run(
     finally:
         writer.close()
     print(report.terminal(found))
-    for path in report.write(found, environment(arguments), output):
+    for path in report.write(found, facts, output):
         print(f"report: {path}")
     return int(status)
 

@@ -18,7 +18,7 @@ from bench.summary import Row, gather, number
 from bench.tables import Text
 
 _SPLITS = [1, 2, 4, 8]
-_QUICK = Task(Size((1, 1, 1, 1), 32, 10), image=64, batch=32)
+_QUICK = Task(Size((1, 1, 1, 1), 16, 10), image=32, batch=16)
 _LIMIT = 600.0  # seconds
 
 
