@@ -248,7 +248,7 @@ class Publishing(Lead):
         def reached() -> bool:
             if not found and (taken := lender.take(nbytes)) is not None:
                 found.append(taken)
-            return bool(found) or not (lender.fits(nbytes) and blockers())
+            return bool(found) or not (lender.full and blockers())
 
         with self.lock:
             topic = self._topics.get(name) or self._publisher.topic(name)
@@ -282,11 +282,16 @@ class Publishing(Lead):
         held = ", ".join(
             f"{session.name!r} holds {session.lent_bytes()}" for session in borrowers
         )
-        stats = self._lender.stats()
+        stats, refusal = self._lender.stats(), self._lender.refusal
+        remedy = (
+            f"the system gives no more: {refusal}"
+            if refusal
+            else ("connect with more shm_bytes")
+        )
         return (
             f"of the {stats.limit_bytes} bytes of shared memory {stats.in_use_bytes} "
             f"are in use: {held} in messages unread or viewed with zero_copy. Let them "
-            "recv and drop what they have, or connect with more shm_bytes"
+            f"recv and drop what they have; or {remedy}"
         )
 
     # -- waiting ----------
