@@ -167,10 +167,13 @@ def measure(queue: mq.MQ) -> tuple[int, int, int]:
     return worker.resident_bytes(), len(worker.descriptors()), len(threads)
 
 
-def _has_idle_memory(queue: mq.MQ) -> bool:
+def has_idle_memory(queue: mq.MQ) -> bool:
+    """Whether there is memory for messages although there are none."""
     counters = queue.stats()
-    shared = sum(lender["mapped_bytes"] for lender in counters["shared"])
-    return bool(counters["pool"].idle_bytes + shared)
+    own = sum(lender["mapped_bytes"] for lender in counters["shared"])
+    with open("/proc/self/maps") as file:
+        borrowed = any("/memfd:mq" in line for line in file)
+    return bool(counters["pool"].idle_bytes + own + borrowed)
 
 
 # -- the script ----------
@@ -270,7 +273,8 @@ class Soak:
         print(self, flush=True)
         if self.rounds > 1 and not last:
             return {}
-        return {name: self._measure(name) for name in STEADY}
+        self._wait_for_idle_memory()
+        return {name: self._members[name].run(measure) for name in STEADY}
 
     def _drain(self) -> None:
         """End the round: everything that was published must have arrived."""
@@ -293,13 +297,14 @@ class Soak:
         self.problems += [f"{name}: {problem}" for problem in report.problems]
         return report
 
-    def _measure(self, name: str) -> tuple[int, int, int]:
-        member = self._members[name]
-        wait_until(
-            lambda: not member.run(_has_idle_memory), f"idle memory of {name}", PATIENCE
-        )
-        found: tuple[int, int, int] = member.run(measure)
-        return found
+    def _wait_for_idle_memory(self) -> None:
+        """What publishers give back, their subscribers unmap."""
+        for name, member in self._members.items():
+            wait_until(
+                lambda member=member: not member.run(has_idle_memory),  # type: ignore[misc]
+                f"{name} to give back memory",
+                PATIENCE,
+            )
 
     def _compare(
         self,
