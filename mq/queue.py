@@ -128,7 +128,7 @@ class MQ(BlockingQueue):
             return
         if topic not in self._topics:
             self._check_new_topic(topic)
-        frames = self._codec.encode(payload, topic)
+        frames = self._codec.encode(payload, topic, self._carried(topic, retain))
         publish = self._driver.publish
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._wakeups() as wakeup:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import nng_links
 import pytest
+from tls_files import tls_options
 
 import mq
 from transports._nng_pair import engine
@@ -17,8 +17,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "nng:ipc": ({}, {"wire": "ipc"}),
     "nng:tcp": ({}, {"wire": "tcp"}),
     "nng:tls": (
-        nng_links.tls_options(),
+        tls_options(),
         {"wire": "tls+tcp", "certificate": "localhost"},
+    ),
+    "tls": (
+        tls_options(),
+        {"certificate": "localhost", "version": "TLSv1.3"},
     ),
     "torchrpc:cpu": ({"channels": ("basic",)}, {"channels": "basic"}),
 }

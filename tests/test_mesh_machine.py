@@ -61,7 +61,8 @@ class MeshMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         lends = {"a": 1 << 20, "b": 3 * BLOCK_BYTES, "d": BLOCK_BYTES}
-        self.world = World(peer_timeout=PEER_TIMEOUT, lends=lends)
+        carries = {"a": 2, "b": 1, "c": 2, "e": 2}
+        self.world = World(peer_timeout=PEER_TIMEOUT, lends=lends, carries=carries)
         self.published: dict[tuple[str, str], list[bytes]] = defaultdict(list)
         self.readings: dict[tuple[str, str], Reading] = {}
         self.gaps: dict[tuple[str, str], int] = defaultdict(int)
@@ -171,6 +172,27 @@ class MeshMachine(RuleBasedStateMachine):
             if member.publish(topic, payload, retain):
                 committed.append(payload)
             assert member.newest(topic) == len(committed) - 1
+
+    @rule(
+        name=names,
+        topic=topics,
+        host=st.sampled_from((64, 192, 640)),
+        areas=st.sampled_from(((256,), (1024,), (512, 256))),
+        retain=st.booleans(),
+    )
+    def publish_from_devices(
+        self, name: str, topic: str, host: int, areas: tuple[int, ...], retain: bool
+    ) -> None:
+        member = self._running(name)
+        if member is None or len(areas) > len(member.link.devices):
+            return
+        self.serial += 1
+        text = f"{member.incarnation} {topic} {self.serial} ".encode()
+        payload = (text * 200)[: host + sum(areas)]
+        committed = self.published[member.incarnation, topic]
+        if member.publish(topic, payload, retain, areas):
+            committed.append(payload)
+        assert member.newest(topic) == len(committed) - 1
 
     @rule(name=names, topic=topics)
     def clear(self, name: str, topic: str) -> None:

@@ -7,12 +7,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from mq.devices import Piece
 from mq.transport import MAX_HEAD_BYTES
 
 INLINE_BYTES: Final = 128 * 1024
 """Bodies below this are copied into the call; others travel as tensors."""
 
-Body = Any  # None, bytes or a tensor of bytes
+Body = Any  # None, bytes, a tensor of bytes, or a Piece
 
 
 def is_tensor(body: Body) -> bool:
@@ -43,7 +44,7 @@ class _Writable:
 
 
 def size_of(heads: Any, bodies: Any, chunk_bytes: int) -> int | None:
-    """The size of a batch in bytes; None: it is none."""
+    """The size of a batch in bytes, its pieces left out; None: it is none."""
     if type(heads) is not list or type(bodies) is not list or len(heads) != len(bodies):
         return None
     nbytes = 0
@@ -51,7 +52,7 @@ def size_of(heads: Any, bodies: Any, chunk_bytes: int) -> int | None:
         if type(head) is not bytes or not 0 < len(head) <= MAX_HEAD_BYTES:
             return None
         nbytes += len(head)
-        if body is None:
+        if body is None or isinstance(body, Piece):
             continue
         if isinstance(body, torch.Tensor):
             if (

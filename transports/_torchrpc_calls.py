@@ -72,6 +72,12 @@ def echo(value: Any) -> Any:
     return done(value)
 
 
+@_later
+def total(tensors: list[Any]) -> Any:
+    """What this process calls to see whether tensors on its GPUs arrive on them."""
+    return done([(str(tensor.device), int(tensor.sum())) for tensor in tensors])
+
+
 def done(value: Any) -> Any:
     """A future that is resolved."""
     future = Future[Any]()
@@ -87,12 +93,16 @@ class Peer:
     """Another process as this one's agent knows it; shared by all connections to it.
 
     Attributes:
+        mapped: Whether tensors on GPUs may be sent to it.
         lost: Why no call reaches it any more; "" while one may.
         listeners: Called with the reason, from any thread.
     """
 
-    def __init__(self, worker: Any, call: Call, has_lifeline: bool) -> None:
+    def __init__(
+        self, worker: Any, call: Call, has_lifeline: bool, mapped: bool = False
+    ) -> None:
         self.worker = worker
+        self.mapped = mapped
         self.lost = ""
         self.listeners: dict[object, Callable[[str], None]] = {}
         self._call = call

@@ -14,13 +14,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from mq.devices import Piece, leaving
 from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
 from transports import _torchrpc_calls as calls
 from transports._torchrpc_bodies import Body, is_tensor, outgoing, size_of
+from transports._torchrpc_pieces import unwrap, weight, wrapped
 
 if TYPE_CHECKING:
     from transports._torchrpc_control import Control, Greeting
@@ -85,8 +88,9 @@ class RpcConn(Conn):
             OSError: The peer cannot be added to the agent.
         """
         self._peer = self._link.agent.peer(
-            greeting.agent, greeting.url, greeting.worker
+            greeting.agent, greeting.url, greeting.worker, self._link.pairs(greeting)
         )
+        self.devices = self._link.carried(greeting, self._peer.mapped)
         self._theirs = bytes.fromhex(greeting.token)
         self._greeting = greeting
         self._peer.listeners[self] = self._peer_lost
@@ -95,7 +99,9 @@ class RpcConn(Conn):
 
     def describe(self) -> Mapping[str, str]:
         return (
-            {} if self._greeting is None else self._link.describe_peer(self._greeting)
+            {}
+            if self._greeting is None
+            else self._link.describe_peer(self._greeting, self.devices)
         )
 
     @property
@@ -130,14 +136,23 @@ class RpcConn(Conn):
     def try_send(
         self, head: bytes | bytearray | memoryview, body: memoryview | None = None
     ) -> bool:
+        nbytes = len(head) + (0 if body is None else body.nbytes)
+        if nbytes > self._link.largest:
+            self.fail(f"a message of {nbytes} bytes is outside the limits")
+            return True
+        return self._send(bytes(head), nbytes, body)
+
+    def try_send_piece(self, head: bytes, piece: Piece) -> bool:
+        return self._send(head, len(head) + weight(piece), piece)
+
+    def _send(self, head: bytes, nbytes: int, body: memoryview | Piece | None) -> bool:
         if self._peer is None or self.reason or self.closed:
             return True
         if self._issuing:  # a Ctrl-C came in the middle of a call
             self.fail("a message was interrupted while it was sent")
             return True
-        nbytes = len(head) + (0 if body is None else body.nbytes)
-        if not 0 < len(head) <= MAX_HEAD_BYTES or nbytes > self._link.largest:
-            self.fail(f"a message of {nbytes} bytes is outside the limits")
+        if not 0 < len(head) <= MAX_HEAD_BYTES:
+            self.fail(f"a head of {len(head)} bytes is outside the limits")
             return True
         if self._calls:
             self._settle()
@@ -145,7 +160,9 @@ class RpcConn(Conn):
             self._refused = True
             self._watch()
             return False
-        self._unsent.append((bytes(head), outgoing(body), nbytes))
+        if not isinstance(body, Piece):
+            body = outgoing(body)
+        self._unsent.append((head, body, nbytes))
         self._ahead += nbytes
         self._flush(CALLS)
         if self._unsent:
@@ -167,12 +184,13 @@ class RpcConn(Conn):
 
     def _issue(self, heads: list[bytes], bodies: list[Body], nbytes: int) -> None:
         assert self._peer is not None
+        bodies, pieces = wrapped(bodies)
         arguments = (self._theirs, self._sent, heads, bodies)
+        with_tensors = bool(pieces) or any(map(is_tensor, bodies))
         self._issuing = True
         try:
-            call = self._peer.call(
-                calls.deliver, arguments, any(map(is_tensor, bodies))
-            )
+            with leaving(pieces) if pieces else nullcontext():
+                call = self._peer.call(calls.deliver, arguments, with_tensors)
             self._calls.append((call, nbytes))
         except RuntimeError as error:
             self.fail(f"TensorPipe cannot reach the peer: {error}")
@@ -213,12 +231,16 @@ class RpcConn(Conn):
 
     def arrive(self, sequence: int, heads: Any, bodies: Any) -> Any:
         """Take a batch; in a thread of TensorPipe's, as little as can be."""
-        nbytes = size_of(heads, bodies, self._link.chunk_bytes)
+        link = self._link
+        nbytes = None
+        if unwrap(bodies, link.devices, link.piece_bytes):
+            nbytes = size_of(heads, bodies, link.chunk_bytes)
         if nbytes is None or type(sequence) is not int:
             self._link.malformed += 1
             self.fail("the peer sent what no member does")
             return calls.done(False)
         answer = None
+        nbytes += sum(weight(body) for body in bodies if isinstance(body, Piece))
         with self._lock:
             if self.closed:
                 return calls.done(False)
@@ -248,7 +270,7 @@ class RpcConn(Conn):
         nbody = 0 if self._body is None else len(self._body)
         held: list[Any] = []
         with self._lock:
-            self._backlog -= len(head) + nbody
+            self._backlog -= len(head) + weight(self._body)
             if self._held and 2 * self._backlog <= self._link.max_ahead:
                 held, self._held = self._held, held
         self._answer(held, True)
@@ -269,6 +291,15 @@ class RpcConn(Conn):
             np.frombuffer(into, np.uint8)[:] = body.numpy()
         self._body = None
         return True
+
+    @property
+    def holds_piece(self) -> bool:  # type: ignore[override]
+        return isinstance(self._body, Piece)
+
+    def take_piece(self) -> Piece:
+        piece, self._body = self._body, None
+        assert isinstance(piece, Piece)  # asked for where `holds_piece`
+        return piece
 
     def discard_body(self) -> None:
         self._body = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, NoReturn
 
 from mq import addresses
@@ -61,6 +61,12 @@ class TlsConn(StreamConn):
             server_side=server,
             server_hostname=None if server else self._link.name_of(address),
         )
+
+    def describe(self) -> Mapping[str, str]:
+        found: Any = self._ssl.getpeercert() or {}
+        subject = [pair for part in found.get("subject", ()) for pair in part]
+        names = ",".join(value for key, value in subject if key == "commonName")
+        return {"certificate": names, "version": self._ssl.version() or ""}
 
     def start(self, sock: socket.socket) -> None:
         super().start(sock)

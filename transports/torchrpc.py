@@ -28,6 +28,7 @@ from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_control as control
 from transports import _torchrpc_net as net
+from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import BadNote, Control, Greeting
 from transports._torchrpc_sockets import Sockets
@@ -60,6 +61,7 @@ class TorchRpcLink(Link):
     # A call with a tensor costs half a millisecond, as much as copying several MiB.
     chunk_bytes = least_chunk_bytes = 12 * 1024 * 1024
     max_ahead = 3 * chunk_bytes
+    _gpu: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -78,7 +80,10 @@ class TorchRpcLink(Link):
         if not 0 < greeting_timeout < 3600:
             raise ValueError(f"greeting_timeout is {greeting_timeout} s")
         self._options = rpc_agent.Options(
-            transports=names, channels=tuple(channels), threads=threads
+            transports=names,
+            channels=tuple(channels),
+            threads=threads,
+            gpu=self._gpu,
         )
         self._options.check()
         self.malformed = 0
@@ -312,7 +317,21 @@ class TorchRpcLink(Link):
             "threads": str(used.threads),
         }
 
-    def describe_peer(self, peer: Greeting) -> dict[str, str]:
+    def pairs(self, peer: Greeting) -> Pairs:
+        """The device map by which the agent is to know a peer; empty: none."""
+        return ()
+
+    def carried(self, peer: Greeting, mapped: bool) -> Mapping[str, str]:
+        """Devices whose tensors travel to a peer as they are, and where to.
+
+        Args:
+            mapped: Whether the agent knows the peer by `pairs`.
+        """
+        return {}
+
+    def describe_peer(
+        self, peer: Greeting, carried: Mapping[str, str]
+    ) -> dict[str, str]:
         """How TensorPipe reaches a peer; `Conn.describe` says it."""
         if peer.worker:
             return {"agent": peer.worker}

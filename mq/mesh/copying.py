@@ -32,7 +32,9 @@ class Copying:
     def __init__(self, run: Run, take: Take) -> None:
         self.run = run
         self.wanted = True
-        self._shared = run.areas[0]
+        shared = run.areas[0]
+        assert isinstance(shared, memoryview)  # what is on devices is never lent
+        self._shared = shared
         self._own = take(len(self._shared))
         self._done = 0
 

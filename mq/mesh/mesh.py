@@ -65,7 +65,8 @@ class Mesh:
         self.stats = MeshStats()
         chunk_bytes = min(link.chunk_bytes for link in links)
         least = min(chunk_bytes, *(link.least_chunk_bytes for link in links))
-        self.publisher = Publisher(take, chunk_bytes, least)
+        piece_bytes = min(link.piece_bytes for link in links)
+        self.publisher = Publisher(take, chunk_bytes, least, piece_bytes)
         returns = Returns(lambda: self.wake())
         self.subscriber = Subscriber(take, config.max_message_bytes, returns)
         self.sessions: dict[str, Session] = {}

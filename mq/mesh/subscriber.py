@@ -18,6 +18,7 @@ from mq.mesh.wire import Chunk, Malformed, Subscribed
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
+    from mq.devices import Piece
     from mq.mesh.session import Session
 
 SUBSCRIPTIONS_PER_FRAME: Final = 200
@@ -224,12 +225,28 @@ class Subscriber:
             raise Malformed(f"message for unconfirmed subscription {subscription}")
         return source
 
-    def place(self, session: Session, chunk: Chunk, nbytes: int) -> memoryview | None:
-        """Where the body of a chunk goes; None if nobody wants the chunk."""
+    def place(
+        self,
+        session: Session,
+        chunk: Chunk,
+        nbytes: int,
+        sizes: tuple[int, ...] = (),
+    ) -> memoryview | None:
+        """Where the body of a chunk goes; None if nobody wants the chunk.
+
+        Args:
+            sizes: Of the message's areas on devices.
+        """
         source = self._source(session, chunk.subscription)
         if source is None:
             return None
-        return source.place(chunk, nbytes, self._limit, self._take)
+        return source.place(chunk, nbytes, self._limit, self._take, sizes)
+
+    def land(self, session: Session, place: wire.Piece, piece: Piece) -> None:
+        """A tensor has arrived, for which there was a place."""
+        source = self._source(session, place.chunk.subscription)
+        if source is not None:
+            source.land(place, piece)
 
     def placed(self, session: Session, chunk: Chunk, nbytes: int, last: bool) -> None:
         """The body of a chunk is in its place."""
