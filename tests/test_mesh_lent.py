@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -88,6 +89,24 @@ def test_what_is_dropped_while_it_is_copied_is_released(world: World) -> None:
 
     assert b.payloads() == []
     assert in_use(world["a"]) == 0
+
+
+def test_what_keep_last_keeps_is_released_when_unsubscribed(world: World) -> None:
+    """At once, not when the garbage collector comes by."""
+    a, b = world["a"], world["b"]
+    b.subscribe("kept", keep=2)
+    world.settle()
+    gc.disable()
+    try:
+        assert a.publish("kept", bytes(1000))
+        world.settle()
+        assert a.session(b).lent
+        b.unsubscribe("kept")
+        world.settle()
+        assert not a.session(b).lent
+        assert in_use(a) == 0
+    finally:
+        gc.enable()
 
 
 def test_a_view_keeps_its_block_and_nothing_else(world: World) -> None:

@@ -234,7 +234,12 @@ class Inbox:
                     item.copying.wanted = False
             else:
                 dropped += 1
-        self.fifo = kept  # in one step, so that an interrupt loses nothing
+        before, self.fifo = self.fifo, kept  # in one step: an interrupt loses nothing
+        for item in before:
+            if isinstance(item, Source) and _belongs(item, subscription):
+                # Source and entry refer to each other, and a borrowed area must not
+                # wait for the garbage collector to go back to its publisher.
+                item.kept.clear()
         return dropped
 
 
