@@ -15,6 +15,7 @@ import torch
 import mq
 from bench.peer import Metrics, Peer, Unusable
 from bench.rows import percentiles
+from bench.wire import connect
 
 _BATCH = 256
 _DISCOUNT = 0.98
@@ -26,9 +27,7 @@ def actor_learner(peer: Peer) -> Metrics | None:
         import gymnasium
     except ImportError as error:
         raise Unusable("gymnasium is not installed: pip install gymnasium") from error
-    with mq.connect(
-        peer.cell.transport, group=peer.group, name=f"rank{peer.rank}"
-    ) as queue:
+    with connect(peer) as queue:
         if peer.rank == 0:
             return _learn(peer, queue)
         _act(peer, queue, gymnasium.make("CartPole-v1"))

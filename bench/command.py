@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from bench import plan, report
+from bench import baselines, certificates, compare, plan, report
+from bench.progress import Progress, title
 from bench.rows import Cell, Result, Writer, environment
 from bench.runner import run_cell
 
@@ -19,9 +19,14 @@ Measure transports beside the bare library and the limits of this machine.
 
 Everything is measured in fresh processes, the transports of one round one after the
 other, and compared by the ratios within a round. Results are written as JSON lines
-(results.jsonl) and as a report (report.md)."""
+(results.jsonl) and as a report (report.html with its plots, and report.md).
 
-_QUICK_SECONDS = 240.0
+  mq bench compare A.jsonl B.jsonl    what got slower or faster between two runs
+  mq bench report RESULTS.jsonl       write the report on a run again
+  mq bench apps                       applications end to end: mq bench apps --help"""
+
+_QUICK_ROUNDS, _QUICK_BUDGET = 3, 0.15
+_QUICK_SECONDS = 255.0  # the report takes 15 more, and all of it less than 300
 _TOUCH = 5 << 30  # enough for the largest cells; see peer.touch_memory
 
 
@@ -33,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names,
         metavar="A,B",
         help="backend strings, each measured beside its raw library and limit; also "
-        f"{', '.join(plan.BASELINES)} (default: every registered one)",
+        f"{', '.join(baselines.BASELINES)} (default: every registered one)",
     )
     parser.add_argument(
         "--workloads",
@@ -50,13 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="payload sizes such as 1250,20KB,1MiB in place of each workload's own",
     )
     parser.add_argument(
-        "--rounds", type=_count, metavar="N", help="repetitions (default: 5, quick: 3)"
+        "--rounds",
+        type=_count,
+        metavar="N",
+        help=f"repetitions (default: 5, quick: {_QUICK_ROUNDS})",
     )
     parser.add_argument(
         "--budget",
         type=_seconds,
         metavar="SECONDS",
-        help="timed seconds per cell and round (default: 1, quick: 0.3)",
+        help=f"timed seconds per cell and round (default: 1, quick: {_QUICK_BUDGET})",
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="default: bench/out/DATE-TIME"
@@ -64,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"{', '.join(plan.QUICK_TRANSPORTS)}, sizes up to 640 MB, and no further "
-        "round after four minutes",
+        help=f"{', '.join(plan.QUICK_TRANSPORTS)}, few sizes up to 640 MB, the largest "
+        "only once, and less than five minutes in all",
     )
 
 
@@ -112,6 +120,14 @@ def _seconds(text: str) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `mq bench` with these arguments; the exit status."""
+    if arguments[:1] == ["compare"]:
+        return compare.main(arguments[1:])
+    if arguments[:1] == ["report"]:
+        return report.main(arguments[1:])
+    if arguments[:1] == ["apps"]:
+        from bench.apps import command as apps
+
+        return apps.main(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="mq bench",
         description=DESCRIPTION,
@@ -120,16 +136,16 @@ def main(arguments: Sequence[str]) -> int:
     add_arguments(parser)
     options = parser.parse_args(arguments)
     try:
-        unusable = _check(options)
+        _check(options)
         output = _output(options.output)
     except (LookupError, OSError) as error:
         message = error.args[0] if isinstance(error, LookupError) else error
         parser.error(str(message))
-    return run(options, arguments, unusable, output)
+    return run(options, arguments, output)
 
 
-def _check(options: argparse.Namespace) -> dict[str, str]:
-    """Fill in the transports; why some of them cannot be used here.
+def _check(options: argparse.Namespace) -> None:
+    """Fill in the transports.
 
     Raises:
         LookupError: One of them does not exist.
@@ -137,31 +153,61 @@ def _check(options: argparse.Namespace) -> dict[str, str]:
     if not options.transports:
         options.transports = list(plan.QUICK_TRANSPORTS)
         if not options.quick:
-            options.transports = _registered()
-    unusable = {}
+            options.transports = [*_registered(), *_installed()]
     for name in options.transports:
-        if not plan.is_baseline(name):
-            if reason := _unusable(name):
-                unusable[name] = reason
-        elif name not in plan.BASELINES:
-            known = ", ".join(plan.BASELINES)
+        if not baselines.is_baseline(name):
+            unusable(name)
+        elif name not in baselines.BASELINES:
+            known = ", ".join(baselines.BASELINES)
             raise LookupError(f"no baseline {name!r}; there are {known}")
-    return unusable
 
 
 def _registered() -> list[str]:
+    """Every transport, with its modes."""
     from mq import registry
 
     known = registry.names()  # a bare name stands for one of its wires
-    return [name for name in known if f"{name}:ipc" not in known]
+    found = []
+    for name in known:
+        if f"{name}:ipc" not in known:
+            found.append(name)
+            if registry.check(name) is None and registry.capabilities(name).zero_copy:
+                found += [f"{name}+{mode}" for mode in baselines.MODES]
+    return found
 
 
-def _unusable(name: str) -> str | None:
+def _installed() -> list[str]:
+    """Other systems that can be measured here; of the rest it is said why not."""
+    found = []
+    for name in baselines.OPTIONAL:
+        if reason := baselines.check(name):
+            print(f"without {name}: {reason}", file=sys.stderr)
+        else:
+            found.append(name)
+    return found
+
+
+def unusable(name: str) -> str | None:
+    """Why a transport or baseline cannot be used here, or None.
+
+    Raises:
+        LookupError: There is no transport of that name.
+    """
     from mq import registry
 
-    reason = registry.check(name)
-    if reason and name not in registry.names():
+    if name in baselines.BASELINES:
+        return baselines.check(name)
+    backend, mode = baselines.split(name)
+    reason = registry.check(backend)
+    if reason and backend not in registry.names():
         raise LookupError(reason)
+    if "+" in name and mode not in baselines.MODES:
+        known = ", ".join(f"+{mode}" for mode in baselines.MODES)
+        raise LookupError(f"no mode {name!r}; there are {known}")
+    if mode and not reason and not registry.capabilities(backend).zero_copy:
+        raise LookupError(f"{backend} shares no memory: there is no {name!r}")
+    if baselines.encrypts(backend) and not shutil.which(certificates.PROGRAM):
+        return reason or f"no program {certificates.PROGRAM!r} to make certificates by"
     return reason
 
 
@@ -169,7 +215,8 @@ def _threads(name: str) -> bool:
     """Whether members on this transport are threads of one process."""
     from mq import registry
 
-    return not registry.capabilities(name).separate_processes
+    backend, _ = baselines.split(name)
+    return not registry.capabilities(backend).separate_processes
 
 
 def _output(asked: Path | None) -> Path:
@@ -178,15 +225,11 @@ def _output(asked: Path | None) -> Path:
     return output
 
 
-def run(
-    options: argparse.Namespace,
-    arguments: Sequence[str],
-    unusable: dict[str, str],
-    output: Path,
-) -> int:
+def run(options: argparse.Namespace, arguments: Sequence[str], output: Path) -> int:
     """Measure every cell; print the table; 1 if a cell failed, 130 if interrupted."""
-    rounds = options.rounds or (3 if options.quick else 5)
-    budget = options.budget or (0.3 if options.quick else 1.0)
+    start = time.monotonic()
+    rounds = options.rounds or (_QUICK_ROUNDS if options.quick else 5)
+    budget = options.budget or (_QUICK_BUDGET if options.quick else 1.0)
     planned = list(
         plan.cells(
             options.transports,
@@ -198,80 +241,71 @@ def run(
         )
     )
     path = output / "results.jsonl"
-    writer = Writer(path, environment(arguments))
+    facts = environment(arguments) | {"planned cells": str(len(planned))}
+    writer = Writer(path, facts)
     status = 0
     try:
-        status = _measure_all(planned, unusable, writer, options.quick)
+        end = start + _QUICK_SECONDS if options.quick else None
+        status = _measure_all(planned, writer, end)
     except KeyboardInterrupt:
         print("interrupted: the report covers what was measured", file=sys.stderr)
         status = 130
     finally:
         writer.close()
-    written = report.write(path, output / "report.md")
-    print(report.terminal(path), f"report: {written}", sep="\n")
+    print(report.terminal(path))
+    for line in report.write(path, output):
+        print(line)
     return status
 
 
-def _measure_all(
-    planned: Sequence[Cell], unusable: dict[str, str], writer: Writer, quick: bool
-) -> int:
-    """Measure and write down every cell; 1 if one failed, else 0."""
-    status, end = 0, time.monotonic() + _QUICK_SECONDS
-    with _progress(len(planned)) as advance:
+def _measure_all(planned: Sequence[Cell], writer: Writer, end: float | None) -> int:
+    """Measure and write down every cell; 1 if one failed, else 0.
+
+    Args:
+        end: When no further cell is begun, by `time.monotonic`; those of the first
+            round are then written down as skipped.
+    """
+    status = 0
+    runners = {cell.transport for cell in planned} - {"mq", "raw"}
+    reasons = {name: reason for name in runners if (reason := unusable(name))}
+    with Progress(planned, end).shown() as progress:
         for cell in planned:
-            if quick and cell.round and time.monotonic() > end:
-                break  # the first round is complete, and the time is up
-            advance(_title(cell))
-            result = measure(cell, unusable)
+            start = time.monotonic()
+            if end is not None and start > end:
+                if cell.round == 0:
+                    writer.add(Result.of(cell, "skipped", "a quick run's time was up"))
+                continue
+            progress.begin(cell)
+            result = measure(cell, reasons, touch=end is None)
             writer.add(result)
+            progress.end(cell, time.monotonic() - start)
             if result.status == "failed":
                 status = 1
-                print(f"{_title(cell)}: {result.reason}", file=sys.stderr)
+                print(f"{title(cell)}: {result.reason}", file=sys.stderr)
     return status
 
 
-def measure(cell: Cell, unusable: dict[str, str]) -> Result:
-    """One cell, or the reason why it is not run."""
-    reason = unusable.get(cell.transport) or plan.too_large(cell)
+def measure(cell: Cell, reasons: dict[str, str], touch: bool = False) -> Result:
+    """One cell, or the reason why it is not run.
+
+    Args:
+        reasons: Why transports cannot be used here.
+        touch: Whether to touch memory beforehand, as much as the cell may need. Cells
+            that use what they need before the timed part measure the same without.
+    """
+    reason = reasons.get(cell.transport) or plan.too_large(cell)
     if reason:
         return Result.of(cell, "skipped", reason)
     workload = plan.WORKLOADS[cell.workload]
     alone = cell.transport in ("limit:memcpy", "mq", "raw")
     size = 1 if alone else 1 + workload.spokes
-    ours = not alone and not plan.is_baseline(cell.transport)
+    ours = not alone and not baselines.is_baseline(cell.transport)
     threads = ours and _threads(cell.transport)
-    touch = workload.memory * cell.nbytes + (1 << 27) if workload.spokes else 0
-    touch = min(touch, _TOUCH, plan.free_memory() // 2)
-    return run_cell(cell, workload.body, size, threads=threads, touch=touch)
-
-
-def _title(cell: Cell) -> str:
-    size = f" {report.size_text(cell.nbytes)}" if cell.nbytes else ""
-    return f"{cell.workload}{size} {cell.transport} (round {cell.round + 1})"
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr where tqdm is installed and a person looks, else lines."""
-    bar: Any = None
-    if sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-
-            bar = tqdm(total=total, unit="cell", file=sys.stderr, leave=False)
-    done = -1
-
-    def advance(title: str) -> None:
-        nonlocal done
-        done += 1
-        if bar is None:
-            print(f"[{done + 1}/{total}] {title}", file=sys.stderr, flush=True)
-        else:
-            bar.update(1 if done else 0)
-            bar.set_postfix_str(title)
-
-    try:
-        yield advance
-    finally:
-        if bar is not None:
-            bar.close()
+    needed = workload.memory * cell.nbytes + (1 << 27)
+    if not touch or not workload.spokes:
+        needed = 0
+    needed = min(needed, _TOUCH, plan.free_memory() // 2)
+    result = run_cell(cell, workload.body, size, threads=threads, touch=needed)
+    if result.status == "ok" and not result.metrics.get("value", 0.0) > 0:
+        return Result.of(cell, "failed", "too little arrived to be measured")
+    return result

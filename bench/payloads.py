@@ -69,7 +69,7 @@ def make(kind: str, nbytes: int) -> Payload:
 def same(one: Payload, other: Payload) -> bool:
     """Whether two payloads are equal, tensors by value, dtype and shape."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, dict) and isinstance(other, dict):
         keys = list(one) == list(other)
         return keys and all(same(one[key], other[key]) for key in one)
@@ -88,5 +88,5 @@ def _check_tensor(received: Payload, nbytes: int) -> None:
     expected = torch.arange(_BLOCK, dtype=torch.float32)
     for number, block in enumerate(torch.split(received, _BLOCK)):
         expected[0] = number
-        if not torch.equal(block, expected[: len(block)]):
+        if not torch.equal(block.cpu(), expected[: len(block)]):
             raise ValueError(f"a tensor of {nbytes} bytes arrived altered")

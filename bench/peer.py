@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import resource
@@ -10,7 +9,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,18 +29,29 @@ class Peer:
 
     Attributes:
         size: How many participants the cell has.
+        cpu_seconds: Processor time of this process in the last `timed` block.
         directory: An empty directory of this cell, for its sockets.
         group: A name that no other cell has.
+        queues: One of multiprocessing's for each participant, where the cell is about
+            them.
     """
 
     def __init__(
-        self, cell: Cell, rank: int, size: int, directory: str, pipe: Connection
+        self,
+        cell: Cell,
+        rank: int,
+        size: int,
+        directory: str,
+        pipe: Connection,
+        queues: Sequence[Any] = (),
     ) -> None:
         self.cell = cell
         self.rank = rank
         self.size = size
         self.directory = directory
+        self.queues = queues
         self.group = ""
+        self.cpu_seconds = 0.0
         self._pipe = pipe
         self._deadline = time.monotonic() + cell.limit
 
@@ -52,6 +63,13 @@ class Peer:
     def remaining(self) -> float:
         """Seconds until the cell is given up."""
         return max(0.0, self._deadline - time.monotonic())
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """What is timed happens in this block: its processor time is kept."""
+        start = time.process_time()
+        yield
+        self.cpu_seconds = time.process_time() - start
 
     def meet(self, value: Any = None) -> list[Any]:
         """Wait until every participant is here; what each of them brought, by rank.
@@ -76,6 +94,7 @@ def run_peers(
     size: int,
     directory: str,
     pipes: Sequence[Connection],
+    queues: Sequence[Any] = (),
 ) -> None:
     """The main function of a cell's process: `body` once per rank, each in a thread.
 
@@ -91,13 +110,10 @@ def run_peers(
 
     # Its threads spin: on a busy machine a check of 640 MB took 30 s, not 0.1.
     torch.set_num_threads(1)
-    # A full collection of what torch brings takes 80 ms, in whichever cell it falls.
-    gc.collect()
-    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, in order
     cpu, base = time.process_time(), _resident("VmRSS")
     peers = [
-        Peer(cell, rank, size, directory, pipe)
+        Peer(cell, rank, size, directory, pipe, queues)
         for rank, pipe in zip(ranks, pipes, strict=True)
     ]
     threads = [
@@ -112,7 +128,11 @@ def run_peers(
     for thread in threads:
         thread.join(peers[0].remaining())
     used = Usage(
-        list(ranks), time.process_time() - cpu, base, max(base, _resident("VmHWM"))
+        list(ranks),
+        time.process_time() - cpu,
+        base,
+        max(base, _resident("VmHWM")),
+        max(peer.cpu_seconds for peer in peers),  # each counts the whole process
     )
     pipes[0].send(("exit", used))
 

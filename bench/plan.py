@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
+from bench import baselines
 from bench.rows import Cell
 
 SIZES = (1250, 20_000, 1_250_000, 10_000_000, 40_000_000, 640_000_000)
 LARGE_SIZES = (1_250_000_000, 2_500_000_000)
+QUICK_SIZES = (1250, 1_250_000, 10_000_000, 40_000_000, 640_000_000)
 QUICK_TRANSPORTS = (
-    "inproc",
-    "nng:ipc",
-    "nng:tcp",
-    "zmq:ipc",
-    "zmq:tcp",
-    "torchrpc:cpu",
+    *("inproc", "shm", "shm+view", "shm+loan"),
+    *("nng:ipc", "nng:tcp", "tcp", "tls"),
+    *("zmq:ipc", "zmq:tcp", "torchrpc:cpu"),
 )
-
-BUS = "raw:nng-bus"
-"""What DI-engine's queue does with NNG, over unix sockets as by its default."""
+ONCE = 100_000_000
+"""Bytes from which a quick run measures once, after its first round: they take long."""
 
 _UNITS = {"": 1}
 for _power, _prefix in enumerate("kmgt", 1):
@@ -41,12 +37,9 @@ class Workload:
         spokes: Participants besides the hub.
         unit: Of the value that transports are compared by.
         lower_is_better: Whether a small value is a good one.
-        baselines: What else than the library can run it: of "raw", "pubsub", "bus"
-            (what DI-engine does with NNG), "memcpy" and "limit" (the socket of the same
-            kind).
         sizes: In bytes; (0,) where there is nothing to choose.
         memory: How many payloads must fit into memory at once.
-        quick: The sizes of a quick run; empty: `sizes`.
+        quick: The sizes of a quick run; None: `sizes`.
     """
 
     body: str
@@ -54,34 +47,29 @@ class Workload:
     unit: str
     lower_is_better: bool
     sizes: tuple[int, ...]
-    baselines: frozenset[str] = frozenset()
     memory: int = 4
-    quick: tuple[int, ...] = ()
+    quick: tuple[int, ...] | None = None
 
 
-_ALL = frozenset({"raw", "bus", "memcpy", "limit"})
-_RAW = frozenset({"raw"})
 _W = "bench.workloads:"
 WORKLOADS = {
     "import": Workload("bench.small:import_time", 0, "ms", True, (0,)),
     "codec": Workload(
-        "bench.small:codec", 0, "us", True, (64, 1000, 20_000, 1_250_000)
+        "bench.small:codec",
+        *(0, "us", True, (64, 1000, 20_000, 1_250_000)),
+        quick=(64, 20_000),
     ),
     "latency": Workload(
-        f"{_W}latency", 1, "ms", True, SIZES + LARGE_SIZES, _ALL, 4, SIZES
+        f"{_W}latency", 1, "ms", True, SIZES + LARGE_SIZES, quick=QUICK_SIZES
     ),
-    "rate": Workload(
-        f"{_W}rate", 1, "msg/s", False, (64, 1000), _RAW | {"bus", "pubsub"}
-    ),
-    "fanout": Workload(f"{_W}latency", 3, "ms", True, (10_000_000,), _RAW, 6),
-    "fanin": Workload(f"{_W}fanin", 3, "msg/s", False, (20_000,), _RAW),
-    "stream": Workload(f"{_W}stream", 1, "GB/s", False, (40_000_000,), _ALL, 14),
+    "rate": Workload(f"{_W}rate", 1, "msg/s", False, (64, 1000)),
+    "fanout": Workload(f"{_W}latency", 3, "ms", True, (10_000_000,), 6),
+    "fanin": Workload(f"{_W}fanin", 3, "msg/s", False, (20_000,)),
+    "stream": Workload(f"{_W}stream", 1, "GB/s", False, (40_000_000,), 14),
     "mixed": Workload(
-        f"{_W}mixed", 1, "ms", True, (640_000_000,), _RAW, 5, (40_000_000,)
+        f"{_W}mixed", 1, "ms", True, (640_000_000,), 5, quick=(40_000_000,)
     ),
-    "mixed-busy": Workload(
-        f"{_W}mixed", 1, "ms", True, (640_000_000,), _RAW, 5, (40_000_000,)
-    ),
+    "mixed-busy": Workload(f"{_W}mixed", 1, "ms", True, (640_000_000,), 5, quick=()),
     "actor-learner": Workload(
         "bench.actor_learner:actor_learner", 2, "msg/s", False, (0,)
     ),
@@ -104,75 +92,6 @@ def parse_size(text: str) -> int:
     return nbytes
 
 
-@lru_cache
-def raw_of(transport: str) -> str | None:
-    """The bare library under a transport, on the same wire."""
-    if transport in ("nng", "zmq"):  # they choose ipc between members on one host
-        return f"raw:{transport}:ipc"
-    if transport in ("torchrpc", "torchrpc:cpu"):
-        return "raw:torchrpc"
-    engine, _, wire = transport.partition(":")
-    known = engine in ("nng", "zmq") and wire in ("ipc", "tcp")
-    return f"raw:{transport}" if known else None
-
-
-@lru_cache
-def limit_of(transport: str) -> str:
-    """What bounds a transport on one host."""
-    if transport in ("inproc", "shm"):
-        return "limit:memcpy"
-    unix = transport in ("nng", "zmq") or transport.endswith(":ipc")
-    return "limit:unix" if unix else "limit:tcp"
-
-
-def baselines(transport: str, workload: str) -> list[str]:
-    """What is measured beside a transport, in the same rounds."""
-    allowed = WORKLOADS[workload].baselines
-    found = []
-    raw, limit = raw_of(transport), limit_of(transport)
-    if raw and "raw" in allowed:
-        found.append(raw)
-    if raw == "raw:torchrpc" and "raw" in allowed:
-        found.append(f"{raw}:tcp")  # left to itself TensorPipe reads other memory
-    elif raw and "pubsub" in allowed:
-        found.append(f"{raw}:pubsub")
-    if transport in ("nng", "nng:ipc") and "bus" in allowed:
-        found.append(BUS)
-    if ("memcpy" if limit == "limit:memcpy" else "limit") in allowed:
-        found.append(limit)
-    return found
-
-
-def is_baseline(transport: str) -> bool:
-    """Whether this is not the library but what it is compared with."""
-    return transport.partition(":")[0] in ("raw", "limit")
-
-
-def can_run(transport: str, workload: str) -> bool:
-    """Whether a baseline that was asked for by name has this workload."""
-    if not is_baseline(transport):
-        return True
-    allowed = WORKLOADS[workload].baselines
-    if transport == BUS:
-        return "bus" in allowed
-    if transport.startswith("raw:"):
-        return ("pubsub" if transport.endswith(":pubsub") else "raw") in allowed
-    return ("memcpy" if transport == "limit:memcpy" else "limit") in allowed
-
-
-BASELINES = [
-    *(
-        f"raw:{engine}:{wire}{kind}"
-        for engine in ("nng", "zmq")
-        for wire in ("ipc", "tcp")
-        for kind in ("", ":pubsub")
-    ),
-    BUS,
-    *(f"raw:torchrpc{wire}" for wire in ("", ":tcp")),
-    *(f"limit:{kind}" for kind in ("memcpy", "unix", "tcp")),
-]
-
-
 def cells(
     transports: Sequence[str],
     workloads: Sequence[str],
@@ -187,16 +106,43 @@ def cells(
 
     Args:
         sizes: In place of each workload's own; empty: those.
+        quick: Few sizes; those from `ONCE` bytes once, after the first round.
     """
-    for number, workload in itertools.product(range(rounds), workloads):
-        own = WORKLOADS[workload].sizes
-        if quick and WORKLOADS[workload].quick:
-            own = WORKLOADS[workload].quick
-        runners = _runners(transports, workload)
-        for nbytes in sizes if sizes and own != (0,) else own:
-            limit = 30.0 + 10 * budget + nbytes / 2e7
-            for runner in runners if number % 2 == 0 else runners[::-1]:
+    for number in range(rounds):
+        last = []
+        for workload in workloads:
+            for cell in _round(transports, workload, sizes, number, budget, quick):
+                if quick and cell.nbytes >= ONCE:
+                    last.append(cell)
+                else:
+                    yield cell
+        if not number:
+            yield from last
+
+
+def _round(
+    transports: Sequence[str],
+    workload: str,
+    sizes: Sequence[int],
+    number: int,
+    budget: float,
+    quick: bool,
+) -> Iterator[Cell]:
+    known = WORKLOADS[workload]
+    own = known.sizes if known.quick is None or not quick else known.quick
+    if sizes and known.sizes != (0,):
+        own = tuple(sizes)
+    runners = _runners(transports, workload)
+    for nbytes in own:
+        limit = 30.0 + 10 * budget + nbytes / 2e7
+        for runner in runners if number % 2 == 0 else runners[::-1]:
+            if not (quick and _left_out(runner, nbytes)):
                 yield Cell(runner, workload, nbytes, number, budget, limit)
+
+
+def _left_out(runner: str, nbytes: int) -> bool:
+    known = baselines.BASELINES.get(runner)
+    return known is not None and 0 < known.quick < nbytes
 
 
 def _runners(transports: Sequence[str], workload: str) -> list[str]:
@@ -205,10 +151,10 @@ def _runners(transports: Sequence[str], workload: str) -> list[str]:
         return list(_WITHOUT_WIRE[workload])
     found: dict[str, None] = {}
     for transport in transports:
-        if can_run(transport, workload):
+        if baselines.can_run(transport, workload):
             found[transport] = None
-        if not is_baseline(transport):
-            found |= dict.fromkeys(baselines(transport, workload))
+        if not baselines.is_baseline(transport):
+            found |= dict.fromkeys(baselines.beside(transport, workload))
     return list(found)
 
 
@@ -239,7 +185,10 @@ def _difference(limit: Path, used: Path) -> int | None:
 
 
 def too_large(cell: Cell) -> str | None:
-    """Why a cell does not fit into memory here, or None."""
+    """Why a cell does not fit into memory here or into its transport, or None."""
+    known = baselines.BASELINES.get(cell.transport)
+    if known is not None and known.most and cell.nbytes > known.most:
+        return f"{cell.transport} carries up to {known.most:,} bytes"
     needed = WORKLOADS[cell.workload].memory * cell.nbytes + (1 << 28)
     free = free_memory()
     if needed <= free:

@@ -6,7 +6,7 @@ over the received frame. A plain dictionary is one frame of msgpack. One hub and
 spoke are joined by a PUSH/PULL pair for each direction; a hub publishes to several
 spokes, or to one on ``...:pubsub``, by PUB/SUB, and they answer by PUSH/PULL. The
 high-water marks are the default of 1000 messages, but 4 for PUSH/PULL of messages of a
-megabyte or more, which would fill the memory.
+megabyte or more, which would fill the memory. ``...:curve`` encrypts by CURVE.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class RawZmqWire(Wire):
     def __init__(self, peer: Peer, quiet: float) -> None:
         _, _, scheme, *pattern = peer.cell.transport.split(":")
         fan = peer.spokes > 1 or pattern == ["pubsub"]
+        self._curve = pattern == ["curve"]
         self._hub = peer.rank == 0
         self._one_frame = peer.cell.workload == "rate"
         self._context = zmq.Context()
@@ -91,6 +92,8 @@ class RawZmqWire(Wire):
         few = not fan and peer.cell.nbytes >= _LARGE
         out, back = (self._socket(kind, quiet_ms, few) for kind in kinds)
         self._sender, self._receiver = (out, back) if self._hub else (back, out)
+        if self._curve:
+            self._encrypt(peer)
         if self._hub:
             out.bind(self._address(scheme, "out"))
             back.bind(self._address(scheme, "back"))
@@ -109,6 +112,16 @@ class RawZmqWire(Wire):
         if few:  # PUB drops at so low a mark even where it waits for every answer
             socket.set_hwm(4)
         return socket
+
+    def _encrypt(self, peer: Peer) -> None:
+        public, secret = zmq.curve_keypair()
+        servers = peer.meet(public)[0]
+        for socket in (self._sender, self._receiver):
+            socket.curve_publickey, socket.curve_secretkey = public, secret
+            if self._hub:
+                socket.curve_server = True
+            else:
+                socket.curve_serverkey = servers
 
     def _address(self, scheme: str, name: str) -> str:
         if scheme == "tcp":

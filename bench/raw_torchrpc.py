@@ -5,6 +5,8 @@ of a function of the receiver's, with the payload as its argument, which puts it
 queue there; at most `IN_FLIGHT` calls are unanswered. One thread runs the calls, since
 with the default of 16 they overtake each other. ``raw:torchrpc`` lets TensorPipe
 choose among its transports and channels, ``raw:torchrpc:tcp`` leaves it plain TCP.
+With tensors on a GPU, ``raw:torchrpc:cuda`` sends them by a device map, and
+``raw:torchrpc:staged`` through host memory, as the tutorial does without one.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch.distributed.rpc
 
+from bench.gpu import Gpu, move
 from bench.payloads import Payload
 from bench.peer import Peer, Unusable
 from bench.wire import Wire
@@ -47,15 +50,7 @@ class RawRpcWire(Wire):
         self._peers = list(range(1, peer.size)) if peer.rank == 0 else [0]
         self._most = _FEW if peer.cell.nbytes >= _LARGE else IN_FLIGHT
         self._futures: deque[Any] = deque()
-        tcp = peer.cell.transport.endswith(":tcp")
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # never the network
-        options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=1,
-            rpc_timeout=0,
-            init_method=f"file://{peer.directory}/rpc",
-            _transports=["uv"] if tcp else None,
-            _channels=["basic"] if tcp else None,
-        )
         with warnings.catch_warnings():
             # torch's own: "You are using a Backend ... as a ProcessGroup".
             warnings.simplefilter("ignore")
@@ -63,9 +58,19 @@ class RawRpcWire(Wire):
                 f"worker{peer.rank}",
                 rank=peer.rank,
                 world_size=peer.size,
-                rpc_backend_options=options,
+                rpc_backend_options=self._options(peer),
             )
         peer.meet()
+
+    def _options(self, peer: Peer) -> Any:
+        tcp = peer.cell.transport.endswith(":tcp")
+        return rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=1,
+            rpc_timeout=0,
+            init_method=f"file://{peer.directory}/rpc",
+            _transports=["uv"] if tcp else None,
+            _channels=["basic"] if tcp else None,
+        )
 
     def send(self, payload: Payload) -> None:
         for rank in self._peers:
@@ -99,3 +104,51 @@ class RawRpcWire(Wire):
 
     def close(self) -> None:
         rpc.shutdown(graceful=False)
+
+
+class CudaRpcWire(RawRpcWire):
+    """From GPU to GPU: each participant's first device to that of the others."""
+
+    def __init__(self, peer: Peer, quiet: float) -> None:
+        self._gpu = Gpu()
+        super().__init__(peer, quiet)
+
+    def _options(self, peer: Peer) -> Any:
+        options = super()._options(peer)
+        for rank in self._peers:
+            options.set_device_map(f"worker{rank}", {0: 0})
+        return options
+
+    def send(self, payload: Payload) -> None:
+        super().send(self._gpu.place(payload))
+
+    def recv(self) -> Payload:
+        payload = super().recv()
+        self._gpu.wait()
+        return payload
+
+    @contextmanager
+    def bulk(self, payload: Payload) -> Iterator[Callable[[], int]]:
+        with super().bulk(self._gpu.place(payload)) as turn:
+            yield turn
+
+
+class StagedRpcWire(RawRpcWire):
+    """From GPU to GPU with a stop in the host memory of both."""
+
+    def __init__(self, peer: Peer, quiet: float) -> None:
+        self._gpu = Gpu()
+        super().__init__(peer, quiet)
+
+    def send(self, payload: Payload) -> None:
+        super().send(move(self._gpu.place(payload), "cpu"))
+
+    def recv(self) -> Payload:
+        payload = move(super().recv(), self._gpu.device)
+        self._gpu.wait()
+        return payload
+
+    @contextmanager
+    def bulk(self, payload: Payload) -> Iterator[Callable[[], int]]:
+        with super().bulk(move(self._gpu.place(payload), "cpu")) as turn:
+            yield turn

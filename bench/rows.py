@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 PACKAGES = ("torch", "numpy", "pyzmq", "pynng", "msgspec", "gymnasium")
+OTHERS = ("iceoryx2", "ray", "redis", "eclipse-zenoh")
+"""What baselines need; told of only where it is installed."""
+
+_MISSING = "not installed"
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,14 @@ class Usage:
         cpu_seconds: User and system time.
         base_rss_bytes: Resident memory before the cell's work began.
         peak_rss_bytes: The most resident memory at any time.
+        timed_cpu_seconds: The part of `cpu_seconds` in which messages were timed.
     """
 
     ranks: list[int]
     cpu_seconds: float
     base_rss_bytes: int
     peak_rss_bytes: int
+    timed_cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,9 @@ def environment(arguments: Sequence[str]) -> dict[str, str]:
     }
     for package in PACKAGES:
         facts[package] = _version(package)
+    for package in OTHERS:
+        if (version := _version(package)) != _MISSING:
+            facts[package] = version
     facts["libzmq"] = _libzmq()
     return facts
 
@@ -123,14 +132,14 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return _MISSING
 
 
 def _libzmq() -> str:
     try:
         import zmq
     except ImportError:
-        return "not installed"
+        return _MISSING
     return str(zmq.zmq_version())
 
 
@@ -170,32 +179,48 @@ def read(path: Path) -> tuple[dict[str, str], list[Result]]:
     """The environment and the rows of a file of JSON lines.
 
     Raises:
-        ValueError: A line is not one that `Writer` makes.
+        ValueError: A line is not one that `Writer` makes, or there is none.
     """
     facts: dict[str, str] = {}
     results = []
-    with path.open(encoding="utf-8") as lines:
+    number = 0
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                kind, row = _parse(line)
-            except (ValueError, TypeError, KeyError) as error:
+                row = _parse(line)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ValueError(
                     f"{path}, line {number}: not a row of `mq bench`: {error}"
                 ) from error
-            if kind == "environment":
-                facts = row
+            if isinstance(row, Result):
+                results.append(row)
             else:
-                usage = [Usage(**used) for used in row.pop("processes")]
-                results.append(Result(**row, processes=usage))
+                facts = row
+    if not number:
+        raise ValueError(f"{path} is empty: not a file of `mq bench`")
     return facts, results
 
 
-def _parse(line: str) -> tuple[str, dict[str, Any]]:
+def _parse(line: bytes) -> dict[str, str] | Result:
     row = json.loads(line)
     kind = row.pop("record")
-    if kind not in ("environment", "result"):
+    if kind == "environment":
+        return {str(key): str(text) for key, text in row.items()}
+    if kind != "result":
         raise ValueError(f"unknown record {kind!r}")
-    return kind, row
+    row["processes"] = [Usage(**used) for used in row["processes"]]
+    result = Result(**row)
+    if result.status == "ok" and not result.metrics["value"] > 0:
+        raise ValueError(f"the value {result.metrics['value']!r} is no measurement")
+    return result
+
+
+def size_text(nbytes: int) -> str:
+    """A size in decimal units, as in the published tables."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:g} {unit}"
+    return f"{nbytes} B"
 
 
 def percentiles(samples: Iterable[float]) -> dict[str, float]:

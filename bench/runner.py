@@ -13,11 +13,9 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from bench import peer
+from bench.baselines import QUEUES, queue_capacity
 from bench.peer import Metrics, Unusable
 from bench.rows import Cell, Result, Usage
-
-PRELOAD = ["torch", *(f"bench.{name}" for name in ("workloads", "wire", "limits"))]
-PRELOAD += ["bench.raw", "bench.raw_nng"]
 
 
 class CellFailed(Exception):
@@ -56,37 +54,47 @@ def run_cell(
     return Result.of(cell, "ok", metrics=metrics, processes=usage, seconds=seconds)
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
-    # Importing torch takes seconds: the fork server does it once, and has no threads.
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """What starts the processes of cells: it imports torch once, for all of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(["bench.preload"])
     return context
 
 
 def _touch(cell: Cell, nbytes: int) -> None:
     if not nbytes:
         return
-    process = _context().Process(target=peer.touch_memory, args=(nbytes,))
+    process = fork_server().Process(target=peer.touch_memory, args=(nbytes,))
     process.start()
     _end([process], cell.limit)
+
+
+def _queues(
+    context: multiprocessing.context.ForkServerContext, cell: Cell, size: int
+) -> list[Any]:
+    """Queues can only be given to processes when they start."""
+    if cell.transport != QUEUES:
+        return []
+    return [context.Queue(queue_capacity(cell.nbytes)) for _ in range(size)]
 
 
 @contextmanager
 def _started(
     cell: Cell, body: str, size: int, groups: Sequence[Sequence[int]]
 ) -> Iterator[tuple[list[ForkServerProcess], list[Connection]]]:
-    context = _context()
+    context = fork_server()
     ends = [context.Pipe() for _ in range(size)]
     ours, theirs = [end[0] for end in ends], [end[1] for end in ends]
     processes: list[ForkServerProcess] = []
     directory = tempfile.TemporaryDirectory(prefix="mq-bench-")
+    queues = _queues(context, cell, size)
     grace = 0.0
     try:
         for ranks in groups:
             pipes = [theirs[rank] for rank in ranks]
             process = context.Process(
                 target=peer.run_peers,
-                args=(body, cell, ranks, size, directory.name, pipes),
+                args=(body, cell, ranks, size, directory.name, pipes, queues),
                 name=f"bench-{cell.workload}-{ranks[0]}",
                 daemon=True,
             )

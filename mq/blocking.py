@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mq import exits, settings, stats
 from mq.errors import (
@@ -112,7 +112,13 @@ class BlockingQueue:
         if payload is CLEAR:
             self._clear(topic, retain)
             return
-        self._publish(topic, self._encode(payload, topic), retain, urgent, timeout)
+        frames = self._encode(payload, topic, self._carried(topic, retain))
+        self._publish(topic, frames, retain, urgent, timeout)
+
+    def _carried(self, topic: str, retain: bool) -> frozenset[str]:
+        """Devices whose tensors stay there in the next message on a topic."""
+        devices = self._driver.devices
+        return devices if retain or not devices else self._driver.carried(topic)
 
     def _check_new_topic(self, topic: str) -> None:
         check_topic(topic)
@@ -296,7 +302,8 @@ class BlockingQueue:
 
     def _prepare(self, run: Run, start: int, stop: int) -> list[Message]:
         """Decode plain messages of a run, several at once; called under the lock."""
-        areas = run.areas[start:stop]
+        # What is in part on devices comes in a run of its own, which is not prepared.
+        areas = cast("list[memoryview]", run.areas[start:stop])
         payloads = self._codec.decode_plain(areas)
         source = run.source
         topic, peer = source.subscription.topic, source.session.peer
@@ -321,8 +328,10 @@ class BlockingQueue:
         subscription = source.subscription
         peer = source.session.peer
         nbytes = len(area)
+        in_place = False
         try:
-            area, in_place = self._settle(area, self._pool, subscription.zero_copy)
+            if type(area) is memoryview:
+                area, in_place = self._settle(area, self._pool, subscription.zero_copy)
             payload = self._decode(area, device=subscription.device, read_only=in_place)
         except _CodecError as error:
             subscription.stats.refused += 1
@@ -432,6 +441,7 @@ class BlockingQueue:
             peers = {
                 s.name: {
                     "wire": s.wire,
+                    "connection": {} if s.conn is None else dict(s.conn.describe()),
                     "peer_timeout": s.timeout,
                     "versions": s.peer.versions,
                     "host": s.peer.process.host,
@@ -440,6 +450,7 @@ class BlockingQueue:
                 for s in self._mesh.sessions.values()
             }
             versions = self._mesh.config.greeting().versions
+            engine = {} if self._closed else dict(joined.link.describe())
         meeting = joined.meeting
         return {
             "backend": resolved.backend,
@@ -447,6 +458,7 @@ class BlockingQueue:
             "name": resolved.name,
             "incarnation": self._mesh.config.incarnation,
             "addresses": list(joined.addresses),
+            "engine": engine,
             "rendezvous": "explicit" if meeting is None else meeting.description,
             "labels": list(resolved.labels),
             "peer_timeout": resolved.peer_timeout,

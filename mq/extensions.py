@@ -14,6 +14,12 @@ MAX_DIMENSIONS: Final = 64
 
 MAX_INT_BYTES: Final = 64 * 1024
 
+AREA_ALIGNMENT: Final = 256
+"""Tensors of an area begin at multiples of this many bytes, and it ends at one."""
+
+MAX_AREAS: Final = 64
+"""Devices that the tensors of one message may be on."""
+
 TUPLE: Final = 1
 SET: Final = 2
 FROZENSET: Final = 3
@@ -34,3 +40,4 @@ SCALAR: Final = 17
 TENSOR: Final = 18
 OBJECT: Final = 19
 PICKLE: Final = 20
+ON_DEVICE: Final = 21

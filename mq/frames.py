@@ -8,9 +8,14 @@ The layout of the area is specified in ``docs/wire.md``, section *Payload*: a he
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from mq import extensions as ext
 from mq.errors import CodecError
+
+if TYPE_CHECKING:
+    from mq.devices import Area, Landing
 
 ALIGNMENT: Final = 64
 """Every buffer starts at a multiple of this many bytes from the start of the area."""
@@ -21,11 +26,15 @@ PLAIN: Final[bytes] = b"MQ\x01\x00"
 TABLED: Final[bytes] = b"MQ\x01\x01"
 """Prefix of a message with a table of buffers, which may be empty."""
 
+SPREAD: Final[bytes] = b"MQ\x01\x02"
+"""Prefix of a tabled message whose last buffers may be on devices: its areas."""
+
 MAX_SKELETON_BYTES: Final = 2**32 - 1
 """The largest skeleton of a tabled message."""
 
 _PADS: Final = tuple(bytes(n) for n in range(ALIGNMENT))
 _TABLE = struct.Struct("<4sII")  # prefix, bytes of skeleton, number of buffers
+_AREAS = struct.Struct("<I")  # how many of these are areas, in a spread message
 
 
 class Frames(NamedTuple):
@@ -37,15 +46,18 @@ class Frames(NamedTuple):
         nbytes: Size of the area in bytes.
         needs: What a receiver must accept to decode it: names of registered types, and
             "pickle". Empty for payloads of ordinary data.
+        areas: The buffers after `buffers`, each the tensors that stay on one device:
+            the end of the message is theirs, without pads.
     """
 
     header: bytes
     buffers: tuple[memoryview, ...]
     nbytes: int
     needs: frozenset[str]
+    areas: tuple[Area, ...] = ()
 
     def segments(self) -> list[tuple[int, memoryview]]:
-        """The pieces in order, each with its offset in the area; pads are left out."""
+        """What is in host memory, in order, each with its offset; without the pads."""
         pieces = [(0, memoryview(self.header))]
         end = len(self.header)
         for buffer in self.buffers:
@@ -88,10 +100,39 @@ def align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+def align_area(offset: int) -> int:
+    """The next offset in an area at which a tensor may start, or the area end."""
+    return -(-offset // ext.AREA_ALIGNMENT) * ext.AREA_ALIGNMENT
+
+
+class Spread:
+    """A message that has arrived, part of it in host memory, the rest on devices.
+
+    Its length is that of the whole message in bytes.
+
+    Attributes:
+        host: What comes before the areas.
+        areas: The last buffers.
+    """
+
+    __slots__ = ("_nbytes", "areas", "host")
+
+    def __init__(self, host: memoryview, areas: tuple[Landing, ...]) -> None:
+        self.host = host
+        self.areas = areas
+        self._nbytes = len(host) + sum(map(len, areas))
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+
 def assemble(
-    skeleton: bytes, buffers: tuple[memoryview, ...], needs: frozenset[str]
+    skeleton: bytes,
+    buffers: tuple[memoryview, ...],
+    needs: frozenset[str],
+    areas: tuple[Area, ...] = (),
 ) -> Frames:
-    """The tabled message of a skeleton and the buffers it refers to.
+    """The tabled or spread message of a skeleton and the buffers it refers to.
 
     Raises:
         CodecError: The skeleton is larger than `MAX_SKELETON_BYTES`.
@@ -101,43 +142,60 @@ def assemble(
             f"a payload's values outside of its arrays take {len(skeleton)} bytes, the "
             f"limit is {MAX_SKELETON_BYTES}; send large data as arrays or bytes"
         )
-    sizes = [buffer.nbytes for buffer in buffers]
+    sizes = [buffer.nbytes for buffer in buffers] + [area.nbytes for area in areas]
     table = struct.pack(f"<{len(sizes)}Q", *sizes)
-    header = _TABLE.pack(TABLED, len(skeleton), len(sizes)) + table + skeleton
+    if areas:
+        table = _AREAS.pack(len(areas)) + table
+    prefix = SPREAD if areas else TABLED
+    header = _TABLE.pack(prefix, len(skeleton), len(sizes)) + table + skeleton
     end = len(header)
     for size in sizes:
         end = align(end) + size
-    return Frames(header, buffers, end, needs)
+    return Frames(header, buffers, end, needs, areas)
 
 
-def split(area: memoryview) -> tuple[memoryview, list[memoryview]]:
-    """Cut an area into its skeleton and its buffers.
+def split(
+    area: memoryview, apart: Sequence[Landing] = ()
+) -> tuple[memoryview, list[memoryview], list[memoryview | Landing]]:
+    """Cut a message into its skeleton, its buffers, and those of them that are areas.
 
     Nothing of it is trusted, and no memory is taken but for the views.
 
     Args:
-        area: 1-D, format 'B', contiguous.
+        area: 1-D, format 'B', contiguous: the message, or what is before its areas.
+        apart: Its areas, where they are not in `area`.
 
     Raises:
-        CodecError: It is no area of this version, or its sizes do not add up.
+        CodecError: It is no message of this version, or its sizes do not add up.
     """
     prefix = area[:4]
-    if prefix == PLAIN:
-        return area[4:], []
-    if prefix != TABLED:
+    if prefix == PLAIN and not apart:
+        return area[4:], [], []
+    if prefix not in (TABLED, SPREAD):
         raise CodecError(_foreign(bytes(prefix)))
-    if area.nbytes < _TABLE.size:
+    spread = prefix == SPREAD
+    start = _TABLE.size + (_AREAS.size if spread else 0)
+    if area.nbytes < start:
         raise CodecError(f"a message of {area.nbytes} bytes is shorter than its header")
     _, skeleton_bytes, count = _TABLE.unpack_from(area)
-    start = _TABLE.size + 8 * count
+    of_areas = _AREAS.unpack_from(area, _TABLE.size)[0] if spread else 0
+    table, start = start, start + 8 * count
     end = start + skeleton_bytes
     if end > area.nbytes:
         raise CodecError(
             f"a message of {area.nbytes} bytes announces a header of {end} bytes"
         )
+    if of_areas > min(count, ext.MAX_AREAS) or spread > of_areas:
+        raise CodecError(f"{of_areas} of {count} buffers of a message are areas")
     skeleton = area[start:end]
+    sizes = list(struct.unpack_from(f"<{count}Q", area, table))
+    if apart:
+        there = list(map(len, apart))
+        if sizes[count - of_areas :] != there:
+            raise CodecError(f"a message came with areas of {there} bytes")
+        sizes = sizes[: count - of_areas]
     buffers: list[memoryview] = []
-    for size in struct.unpack_from(f"<{count}Q", area, _TABLE.size):
+    for size in sizes:
         first = align(end)
         end = first + size
         if end > area.nbytes:
@@ -146,9 +204,14 @@ def split(area: memoryview) -> tuple[memoryview, list[memoryview]]:
                 f"{area.nbytes} bytes"
             )
         buffers.append(area[first:end])
+    if apart:
+        end = align(end)
     if end != area.nbytes:
         raise CodecError(f"a message of {area.nbytes} bytes ends at byte {end}")
-    return skeleton, buffers
+    if apart:
+        return skeleton, buffers, list(apart)
+    first_area = len(buffers) - of_areas
+    return skeleton, buffers[:first_area], list(buffers[first_area:])
 
 
 def _foreign(prefix: bytes) -> str:
@@ -156,5 +219,5 @@ def _foreign(prefix: bytes) -> str:
         return f"not a message of mq: it begins with {prefix.hex(' ') or 'nothing'}"
     return (
         f"message format {prefix[2:].hex('.')} is unknown to this member, which reads "
-        "01.00 and 01.01; run the same version of tensormq everywhere"
+        "01.00 to 01.02; run the same version of tensormq everywhere"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import os
 import resource
 import time
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from mq.rendezvous import Entry, Rendezvous
     from mq.settings import Settings
     from mq.transport import Link
+
+logger = logging.getLogger(__name__)
 
 PROBE_SECONDS: Final = 2.0
 """How long the holder of a name has to answer before the name is given away."""
@@ -119,6 +122,7 @@ def join(
     deadline = time.monotonic() + settings.connect_timeout
     check_descriptors()
     link = registry.create(settings.backend, options)
+    link.insecure = settings.insecure
     meeting: Rendezvous | None = None
     poller = Poller()
     driver: Driver | None = None
@@ -159,6 +163,9 @@ def join(
         link.close()
         poller.close()
         raise
+    if logger.isEnabledFor(logging.INFO):
+        more = "".join(f", {k} {v}" for k, v in link.describe().items())
+        logger.info("%s listens on %s%s", where, ", ".join(addresses), more)
     return joined
 
 

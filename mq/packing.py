@@ -12,12 +12,15 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
 from mq import extensions as ext
 from mq import safe_types
+
+if TYPE_CHECKING:
+    from mq.devices import Area
 
 encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -50,13 +53,31 @@ class Packer:
         needs: What a receiver must accept.
         extended: Whether the skeleton has extension types.
         waits: What to call before the buffers hold their data.
+        carried: Devices whose tensors stay there, as torch names them.
+        areas: By device, what stays there.
     """
 
-    __slots__ = ("_allow_pickle", "buffers", "extended", "leaves", "needs", "waits")
+    __slots__ = (
+        "_allow_pickle",
+        "areas",
+        "buffers",
+        "carried",
+        "extended",
+        "leaves",
+        "needs",
+        "waits",
+    )
 
-    def __init__(self, allow_pickle: bool, leaves: frozenset[type]) -> None:
+    def __init__(
+        self,
+        allow_pickle: bool,
+        leaves: frozenset[type],
+        carried: frozenset[str] = frozenset(),
+    ) -> None:
         self._allow_pickle = allow_pickle
         self.leaves = leaves
+        self.carried = carried
+        self.areas: dict[str, Area] = {}
         self.buffers: list[memoryview] = []
         self.needs: set[str] = set()
         self.waits: list[Callable[[], object]] = []

@@ -55,7 +55,8 @@ def connect(
         allow_pickle: Whether objects of any type may travel, as pickles, which can run
             any code: only where every member is trusted.
         secret: Known to all members and proven at each connection.
-        insecure: Whether to listen on routable addresses without a secret.
+        insecure: Whether to listen on routable addresses without a secret; `torchrpc`,
+            which a secret does not protect, asks for it in any case.
         transport_options: Options of the transport.
 
     Raises:
@@ -127,7 +128,7 @@ class MQ(BlockingQueue):
             return
         if topic not in self._topics:
             self._check_new_topic(topic)
-        frames = self._codec.encode(payload, topic)
+        frames = self._codec.encode(payload, topic, self._carried(topic, retain))
         publish = self._driver.publish
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._wakeups() as wakeup:

@@ -37,6 +37,9 @@ class Entry:
 
 
 _TABLE: Final[dict[str, Entry]] = {
+    "auto": Entry("mq.auto:AutoLink", "", {"wire": "tcp"}),
+    "auto:nng": Entry("mq.auto:AutoNngLink", "pynng", {"wire": "nng:tcp"}),
+    "auto:zmq": Entry("mq.auto:AutoLink", "pyzmq", {"wire": "zmq:tcp"}),
     "inproc": Entry("transports.inproc:InprocLink"),
     "nng": Entry("transports.nng:NngLink", "pynng", {"wires": ("ipc", "tcp")}),
     "nng:ipc": Entry("transports.nng:NngIpcLink", "pynng", {"wires": ("ipc",)}),
@@ -44,6 +47,7 @@ _TABLE: Final[dict[str, Entry]] = {
     "nng:tls": Entry("transports.nng_tls:NngTlsLink", "pynng"),
     "shm": Entry("transports.shm:ShmLink"),
     "tcp": Entry("transports.tcp:TcpLink"),
+    "tls": Entry("transports.tls:TlsLink"),
     "torchrpc:cpu": Entry("transports.torchrpc:TorchRpcLink", "torch"),
     "torchrpc:cuda": Entry("transports.torchrpc_cuda:TorchRpcCudaLink", "torch"),
     "zmq": Entry("transports.zmq:ZmqLink", "pyzmq", {"wires": ("ipc", "tcp")}),
@@ -169,14 +173,19 @@ def create(name: str, options: Mapping[str, Any]) -> Link:
 
 
 def option_names(name: str) -> list[str]:
-    """The options that a backend takes on top of those of `mq.connect`."""
+    """The options that a backend takes on top of those of `mq.connect`.
+
+    Where a class takes any (``**options``), those of the class that it extends count.
+    """
     link, entry = _load(name)
-    parameters = inspect.signature(link).parameters.values()
-    return [
-        p.name
-        for p in parameters
-        if p.kind is p.KEYWORD_ONLY and p.name not in entry.options
-    ]
+    found: list[str] = []
+    for owner in link.__mro__:
+        if "__init__" in vars(owner):
+            parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
+            found += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return [option for option in found if option not in entry.options]
 
 
 def check_options(name: str, link: type[Link], options: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from mq.errors import CodecError
 from mq.packing import Packer, Refusal, encode
 
 if TYPE_CHECKING:
+    from mq.devices import Landing
     from mq.packing import Handler
     from mq.unpacking import Unpacker
 
@@ -57,6 +58,8 @@ def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
     if found is None or tensor.layout is not torch.strided:
         raise Refusal(_unsendable(tensor))
     name, carrier = found
+    if packer.carried and str(tensor.device) in packer.carried:
+        return _pack_on_device(packer, tensor, name, carrier)
     if (
         tensor.requires_grad
         or not tensor.is_cpu
@@ -77,15 +80,40 @@ def _plain(
     packer: Packer, tensor: torch.Tensor, carrier: torch.dtype | None
 ) -> torch.Tensor:
     """The same numbers, contiguous in host memory, without history and lazy bits."""
+    tensor = _contiguous(tensor, carrier)
+    if tensor.is_cuda:
+        return _stage(packer, tensor)
+    return tensor.cpu()
+
+
+def _contiguous(tensor: torch.Tensor, carrier: torch.dtype | None) -> torch.Tensor:
     if tensor.is_meta:
         raise Refusal(_unsendable(tensor))
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if carrier is not None:  # before any copy: torch warns of work in complex32
         tensor = tensor.view(carrier)
-    tensor = tensor.contiguous()
-    if tensor.is_cuda:
-        return _stage(packer, tensor)
-    return tensor.cpu()
+    return tensor.contiguous()
+
+
+def _pack_on_device(
+    packer: Packer, tensor: torch.Tensor, name: str, carrier: torch.dtype | None
+) -> Any:
+    """A tensor as a description and a place in the area of its device."""
+    from mq.devices import Area
+
+    flat = _contiguous(tensor, carrier).reshape(-1)
+    if flat.numel() < 2:  # it may have any strides
+        flat = flat.new_empty(flat.shape).copy_(flat)
+    flat = flat.view(torch.uint8)
+    device = str(tensor.device)
+    area = packer.areas.get(device)
+    if area is None:
+        if len(packer.areas) == ext.MAX_AREAS:
+            raise Refusal(f"its tensors are on more than {ext.MAX_AREAS} devices")
+        area = packer.areas[device] = Area(tensor.device)
+    start = area.append(flat)
+    index = list(packer.areas).index(device)
+    return packer.ext(ext.ON_DEVICE, encode([name, index, start, *tensor.shape]))
 
 
 def _stage(packer: Packer, tensor: torch.Tensor) -> torch.Tensor:
@@ -115,13 +143,7 @@ def _unsendable(tensor: torch.Tensor) -> str:
 def unpack_tensor(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     """A writable view of the message, or a copy on the device asked for."""
     name, *dims = unpacker.decode_list(body, 1)
-    found = _BY_NAME.get(name) if type(name) is str else None
-    if found is None:
-        raise CodecError(
-            f"a tensor of dtype {name!r:.40}, which torch {torch.__version__} does not "
-            "have here"
-        )
-    dtype, bits, carried = found
+    dtype, bits, carried = _dtype_of(name)
     nbytes = checked_size(dims, bits.itemsize)
     view = unpacker.take(nbytes) if nbytes else None
     if view is not None and view.readonly:  # torch has no read-only tensors
@@ -130,6 +152,39 @@ def unpack_tensor(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     if carried:
         tensor = tensor.view(dtype)
     return tensor if unpacker.device is None else tensor.to(unpacker.device)
+
+
+def _dtype_of(name: object) -> tuple[torch.dtype, np.dtype[Any], bool]:
+    found = _BY_NAME.get(name) if type(name) is str else None
+    if found is None:
+        raise CodecError(
+            f"a tensor of dtype {name!r:.40}, which torch {torch.__version__} does not "
+            "have here"
+        )
+    return found
+
+
+def unpack_on_device(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
+    """A view of an area, where that is; or a copy on the device asked for."""
+    name, index, start, *dims = unpacker.decode_list(body, 3)
+    dtype, bits, _ = _dtype_of(name)
+    nbytes = checked_size(dims, bits.itemsize)
+    flat: torch.Tensor = unpacker.take_of_area(index, start, nbytes, _as_tensor)
+    if dtype is torch.bool:
+        tensor = flat.ne(0)  # every byte 0 or 1: libraries rely on it
+    else:
+        tensor = flat.view(dtype)
+    tensor = tensor.reshape(dims)
+    return tensor if unpacker.device is None else tensor.to(unpacker.device)
+
+
+def _as_tensor(area: memoryview | Landing) -> torch.Tensor:
+    """An area's bytes."""
+    if isinstance(area, memoryview):
+        if area.readonly:  # torch has no read-only tensors
+            area = memoryview(bytearray(area))
+        return torch.frombuffer(area, dtype=torch.uint8)
+    return area.claim()
 
 
 def _pack_parameter(packer: Packer, parameter: torch.Tensor, depth: int) -> Any:

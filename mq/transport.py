@@ -7,7 +7,9 @@ proves it.
 
 **Messages.** A message on a link is a *head* (1 byte to `MAX_HEAD_BYTES`) and an
 optional *body* (1 byte to the link's `chunk_bytes`). The head is received as bytes; the
-body is received straight into memory that the mesh chose.
+body is received straight into memory that the mesh chose. On a link that carries
+tensors a body may also be a `Piece`: bytes on a device, at most `piece_bytes`, which
+arrive on a device of the peer's without a stop in host memory.
 
 **Promises.** On one `Conn`, messages arrive whole, in order and unaltered until the
 connection breaks. At a break any number of the last messages, in either direction, may
@@ -22,11 +24,13 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
+    from mq.devices import Piece
     from mq.lending import Lender, Segment
     from mq.mesh.poller import Poller
 
@@ -35,6 +39,10 @@ MAX_HEAD_BYTES = 128 * 1024
 
 CHUNK_BYTES = 1024 * 1024
 """The default size of a body: measured best on ZeroMQ, NNG and plain sockets alike."""
+
+PIECE_BYTES = 32 * 1024 * 1024
+"""The default size of a body that is a tensor. With less, what a message costs in the
+engine would show; with more, other topics' messages would wait for it."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +102,16 @@ class Conn(ABC):
             while a view of it exists. Other links may read it until `let_go`.
         lends: Whether the peer can read this process's `Link.lender` in place: large
             messages then travel as a reference to where they are.
+        devices: For each device whose tensors may be bodies, where at the peer they
+            arrive, both as torch names them; the same for as long as both live.
+        holds_piece: Whether the body that `receive` announced last is a `Piece`.
     """
 
     address: str
     keeps_body: ClassVar[bool] = False
     lends: ClassVar[bool] = False
+    devices: Mapping[str, str] = MappingProxyType({})
+    holds_piece: bool = False
 
     @abstractmethod
     def try_send(
@@ -114,17 +127,22 @@ class Conn(ABC):
             is reported.
         """
 
-    def let_go(self) -> None:  # noqa: B027 - most links read a body at once
-        """Copy what is still to be read of bodies; their owner takes them back."""
+    def try_send_piece(self, head: bytes, piece: Piece) -> bool:
+        """`try_send` for a body on a device, one of `devices`; it stays as it is."""
+        raise NotImplementedError(f"{type(self).__name__} carries no tensors")
+
+    def let_go(self) -> None:
+        """Copy what is still to be read of bodies, for their owner takes them back."""
+        return
 
     @abstractmethod
     def receive(self) -> tuple[bytes | memoryview, int] | None:
         """The next message's head and the size of its body in bytes (0: none).
 
         None where no message is complete enough. A body must be taken by
-        `receive_body` or `discard_body` before the next `receive`. The head belongs to
-        the caller. A peer's message beyond `MAX_HEAD_BYTES` or `chunk_bytes` breaks the
-        connection (LOST) before memory for it is taken.
+        `receive_body`, `take_piece` or `discard_body` before the next `receive`. The
+        head belongs to the caller. A peer's message beyond `MAX_HEAD_BYTES` or
+        `chunk_bytes` breaks the connection (LOST) before memory for it is taken.
         """
 
     @abstractmethod
@@ -135,6 +153,10 @@ class Conn(ABC):
             True once the whole body is there; False: call again with the same view
             after the next READABLE.
         """
+
+    def take_piece(self) -> Piece:
+        """The body, where it is a tensor: `holds_piece`."""
+        raise NotImplementedError(f"{type(self).__name__} carries no tensors")
 
     @abstractmethod
     def discard_body(self) -> None:
@@ -165,6 +187,14 @@ class Conn(ABC):
         """
         raise ValueError(f"{self.address} lends no memory")
 
+    def describe(self) -> Mapping[str, str]:
+        """What else people should know of this connection: how, and with whom.
+
+        For `MQ.describe` and the log, such as a device map or the name in the peer's
+        certificate; asked under the mesh's lock once messages travel.
+        """
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Break the connection and free it; no LOST is reported. Idempotent."""
@@ -180,18 +210,30 @@ class Link(ABC):
     Attributes:
         capabilities: What this transport can do.
         chunk_bytes: The largest body, in bytes.
+        least_chunk_bytes: The size of the chunks that a message travels in, as long as
+            there are few of them; larger where a message costs the link more than the
+            copying of a few MiB, which at both ends goes on beside the wire.
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
         malformed: How many messages and connections were dropped because no member
             sends such.
         lender: Memory that peers on this host read in place, where there is any; set
             by `open`.
+        devices: Of which tensors some connection may carry; set by `open`.
+        piece_bytes: The largest body that is a tensor, in bytes.
+        insecure: Whether the user has said `insecure=True`; set before `open`. The
+            mesh asks for it or a secret before it opens a link on a routable address.
+            A link asks by itself where a secret does not protect what it opens.
     """
 
     capabilities: ClassVar[Capabilities]
     chunk_bytes: int = CHUNK_BYTES
+    least_chunk_bytes: int = CHUNK_BYTES
     max_ahead: int = 4 * CHUNK_BYTES
     malformed: int = 0
     lender: Lender | None = None
+    insecure: bool = False
+    devices: frozenset[str] = frozenset()
+    piece_bytes: int = PIECE_BYTES
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -241,6 +283,13 @@ class Link(ABC):
         use of the link before a thread sleeps, so that no descriptor need signal what
         such a use has taken in.
         """
+
+    def describe(self) -> Mapping[str, str]:
+        """What was chosen for the engine, by default too; for `MQ.describe` and logs.
+
+        Called between `open` and `close`.
+        """
+        return {}
 
     @abstractmethod
     def is_routable(self, address: str) -> bool:

@@ -6,7 +6,7 @@ import datetime
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from mq import extensions as ext
 from mq import safe_types
 from mq.errors import CodecError, UntrustedPayload
+from mq.frames import align_area
 
 _decode = msgspec.msgpack.decode
 _CONTAINERS: Final = frozenset({list, dict, tuple, set, frozenset, OrderedDict})
@@ -29,7 +30,10 @@ class Unpacker:
 
     __slots__ = (
         "_allow_pickle",
+        "_areas",
         "_buffers",
+        "_claimed",
+        "_ends",
         "_states",
         "_taken",
         "device",
@@ -42,12 +46,16 @@ class Unpacker:
         allow_pickle: bool,
         device: str | None,
         read_only: bool = False,
+        areas: Sequence[Any] = (),
     ) -> None:
         self.device = device
         self.read_only = read_only
         self._allow_pickle = allow_pickle
         self._buffers = buffers
         self._taken = 0
+        self._areas = list(areas)
+        self._claimed = [False] * len(areas)
+        self._ends = [0] * len(areas)
         # State of every registered object by the object's id, for the depth; holding
         # the objects keeps their ids from being used again.
         self._states: dict[int, tuple[object, object]] = {}
@@ -65,6 +73,11 @@ class Unpacker:
                 f"a message has {len(self._buffers)} buffers, its skeleton refers to "
                 f"{self._taken}"
             )
+        for area, end in zip(self._areas, self._ends, strict=True):
+            if max(align_area(end), ext.AREA_ALIGNMENT) != len(area):
+                raise CodecError(
+                    f"an area has {len(area)} bytes, the skeleton refers to {end}"
+                )
         if skeleton.nbytes > ext.MAX_DEPTH:  # a level takes a byte at least
             check_depth(value, self._states)
         return value
@@ -93,6 +106,35 @@ class Unpacker:
         return self.take(
             self._buffers[taken].nbytes if taken < len(self._buffers) else 0
         )
+
+    def take_of_area(
+        self, index: Any, start: Any, nbytes: int, tensor_of: Callable[[Any], Any]
+    ) -> Any:
+        """The next bytes of an area, as a 1-D uint8 tensor.
+
+        Args:
+            tensor_of: Makes a tensor of an area, the first time it is referred to.
+
+        Raises:
+            CodecError: They are not the next ones, or it has no such bytes.
+        """
+        if type(index) is not int or not 0 <= index < len(self._areas):
+            raise CodecError(
+                f"a skeleton refers to area {index!r:.40} of {len(self._areas)}"
+            )
+        # Each byte belongs to one tensor, as in the buffers.
+        if type(start) is not int or start != align_area(self._ends[index]):
+            raise CodecError(f"a tensor at {start!r:.40} of an area is out of place")
+        area = self._areas[index]
+        end = start + nbytes
+        if nbytes and end > len(area):
+            raise CodecError(f"a tensor ends at {end} of an area of {len(area)} bytes")
+        if not self._claimed[index]:
+            area = self._areas[index] = tensor_of(area)
+            self._claimed[index] = True
+        if nbytes:
+            self._ends[index] = end
+        return area[start:end]
 
     def decode_list(self, body: memoryview, at_least: int) -> list[Any]:
         """The values of an extension's body.
@@ -293,6 +335,13 @@ def _unpack_tensor(unpacker: Unpacker, body: memoryview) -> Any:
     return unpack_tensor(unpacker, body)
 
 
+def _unpack_on_device(unpacker: Unpacker, body: memoryview) -> Any:
+    from mq.tensors import unpack_on_device
+
+    _UNPACKERS[ext.ON_DEVICE] = unpack_on_device
+    return unpack_on_device(unpacker, body)
+
+
 _UNPACKERS: Final[dict[int, Callable[[Unpacker, memoryview], Any]]] = {
     ext.ORDERED_DICT: _unpack_ordered_dict,
     ext.COMPLEX: _unpack_complex,
@@ -308,6 +357,7 @@ _UNPACKERS: Final[dict[int, Callable[[Unpacker, memoryview], Any]]] = {
     ext.ARRAY: _unpack_array,
     ext.SCALAR: _unpack_scalar,
     ext.TENSOR: _unpack_tensor,
+    ext.ON_DEVICE: _unpack_on_device,
     ext.OBJECT: Unpacker.unpack_object,
     ext.PICKLE: Unpacker.unpack_pickle,
 }

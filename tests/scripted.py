@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from mq.borrowing import Mapping
+from mq.devices import Piece
 from mq.lending import Lender, Segment
 from mq.mesh import wire
 from mq.mesh.poller import Poller
-from mq.transport import Capabilities, Conn, Event, Link, What
+from mq.transport import PIECE_BYTES, Capabilities, Conn, Event, Link, What
 
-Parcel = tuple[bytes, bytes]
+Body = bytes | Piece
+Parcel = tuple[bytes, Body]
 """Head and body of a message."""
 
 
@@ -44,8 +46,17 @@ class ScriptedConn(Conn):
         self.lost_due = self.lost_held = False
         self.mappings: dict[int, Mapping] = {}
         self._refused = False
-        self._body: bytes | None = None
+        self._body: Body | None = None
         self._pieces = 0
+
+    @property
+    def devices(self) -> dict[str, str]:  # type: ignore[override]
+        carried = self.link.devices & (self.other.link.devices if self.other else set())
+        return {device: device for device in carried}
+
+    @property
+    def holds_piece(self) -> bool:  # type: ignore[override]
+        return isinstance(self._body, Piece)
 
     @property
     def lends(self) -> bool:  # type: ignore[override]
@@ -76,13 +87,21 @@ class ScriptedConn(Conn):
     def try_send(
         self, head: bytes | bytearray | memoryview, body: memoryview | None = None
     ) -> bool:
+        return self._send(bytes(head), b"" if body is None else bytes(body))
+
+    def try_send_piece(self, head: bytes, piece: Piece) -> bool:
+        assert self.devices, "a tensor on a connection that carries none"
+        assert len(piece) <= self.link.piece_bytes
+        return self._send(head, piece)
+
+    def _send(self, head: bytes, body: Body) -> bool:
         assert not self.closed, "sent on a connection that was closed"
         if self.broken:
             return True
         if self._is_full():
             self._refused = True
             return False
-        self.flight.append((bytes(head), b"" if body is None else bytes(body)))
+        self.flight.append((head, body))
         return True
 
     def report_writable(self) -> None:
@@ -106,6 +125,7 @@ class ScriptedConn(Conn):
     def receive_body(self, into: memoryview) -> bool:
         body = self._body
         assert body is not None, "asked for a body that was not announced"
+        assert isinstance(body, bytes), "asked for a tensor's bytes"
         assert len(into) == len(body), "body and its place differ in size"
         self._pieces -= 1
         if self._pieces > 0:
@@ -114,6 +134,11 @@ class ScriptedConn(Conn):
         into[:] = body
         self._body = None
         return True
+
+    def take_piece(self) -> Piece:
+        body, self._body = self._body, None
+        assert isinstance(body, Piece), "asked for a tensor that is none"
+        return Piece(body.tensor.clone())
 
     def discard_body(self) -> None:
         assert self._body is not None, "discarded a body that was not announced"
@@ -155,8 +180,12 @@ class ScriptedLink(Link):
         *,
         chunk_bytes: int,
         lender: Lender | None = None,
+        devices: frozenset[str] = frozenset(),
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.net = net
+        self.devices = devices
+        self.piece_bytes = piece_bytes
         self.lender = lender
         self.address = address
         self.chunk_bytes = chunk_bytes
@@ -343,6 +372,6 @@ class ScriptedNet:
 def numbered(parcel: Parcel) -> int:
     """The number of a session's frame; 0 for any other message."""
     head = parcel[0]
-    if len(head) < wire.HEADER_BYTES or not wire.DATA <= head[0] <= wire.LENT:
+    if len(head) < wire.HEADER_BYTES or not wire.DATA <= head[0] <= wire.PIECE:
         return 0
     return int(wire.HEADER.unpack_from(head)[3])

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from bench import payloads, plan, raw, raw_nng, report
-from bench.command import main, measure
+from bench import baselines, command, payloads, raw, raw_nng
+from bench.command import measure, unusable
+from bench.gpu import Gpu, move
 from bench.peer import Metrics, Peer, Unusable
-from bench.rows import Cell, Result, Usage, Writer, percentiles, read
+from bench.rows import Cell, Result, percentiles
 from bench.runner import run_cell
+from mq import registry
 
 RAW_ZMQ = ["raw:zmq:ipc", "raw:zmq:tcp"]
 RAW = ["raw:nng:ipc", "raw:nng:tcp", *RAW_ZMQ, "raw:torchrpc", "raw:torchrpc:tcp"]
+RAW += ["raw:torch.multiprocessing"]
+FURTHER = ["raw:iceoryx2", "raw:ray", "raw:redis", "raw:zenoh"]
 BASELINES = [*RAW, "raw:nng-bus", "limit:unix", "limit:tcp", "limit:memcpy"]
-OURS = ["inproc", "nng:ipc", "nng:tcp", "torchrpc:cpu", "zmq:ipc", "zmq:tcp"]
+OURS = ["inproc", "nng:ipc", "nng:tcp", "shm", "tcp", "torchrpc:cpu"]
+OURS += ["zmq:ipc", "zmq:tcp"]
+MODES = ["shm+view", "shm+loan", "auto+loan"]
+ENCRYPTED = ["tls", "nng:tls", "raw:zmq:tcp:curve"]
 
 
 def measured(transport: str, workload: str, nbytes: int) -> dict[str, float]:
@@ -34,12 +39,58 @@ def measured(transport: str, workload: str, nbytes: int) -> dict[str, float]:
     return result.metrics
 
 
-@pytest.mark.parametrize("transport", [*BASELINES, *OURS])
+@pytest.mark.parametrize("transport", [*BASELINES, *OURS, *MODES])
 def test_latency_is_measured_on(transport: str) -> None:
     """Every transport and baseline reports its percentiles from enough samples."""
     metrics = measured(transport, "latency", 1250)
     assert metrics["samples"] >= 5
     assert metrics["p50"] <= metrics["p90"] <= metrics["p99"]
+
+
+ON_GPUS = ["torchrpc:cuda", "raw:torchrpc:cuda", "raw:torchrpc:staged"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ON_GPUS)
+@pytest.mark.parametrize(
+    ("workload", "nbytes"),
+    [("latency", 1250), ("fanin", 2000), ("stream", 20_000), ("mixed", 200_000)],
+)
+def test_tensors_on_a_gpu_are_measured_in(
+    workload: str, nbytes: int, transport: str
+) -> None:
+    """One GPU is enough for both ends."""
+    if not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} sees no CUDA device")
+    metrics = measured(transport, workload, nbytes)
+    assert metrics.get("lost", 0) == 0
+
+
+@pytest.mark.parametrize("transport", ON_GPUS)
+def test_without_a_gpu_the_row_says_so(transport: str) -> None:
+    """Not a missing row, and no failure."""
+    if torch.cuda.is_available():
+        pytest.skip("this host has a CUDA device")
+    unusable = {transport: registry.check(transport)} if "raw" not in transport else {}
+    result = measure(Cell(transport, "latency", 1250, 0, 0.05, 60.0), unusable)
+    assert result.status == "skipped"
+    assert "sees no CUDA device" in result.reason
+
+
+def test_a_payload_is_placed_on_a_device_once() -> None:
+    """With everything in it, and waited for; host memory stands in for a GPU here."""
+    gpu = Gpu("cpu")
+    batch = payloads.batch(2000)
+    placed = gpu.place(batch)
+    assert payloads.same(placed, batch)
+    assert gpu.place(batch) is placed
+    assert gpu.place(None) is None
+    text = payloads.message(100)
+    assert move(text, "meta") == text
+    moved = move(payloads.tensor(100), "meta")
+    assert isinstance(moved, torch.Tensor)
+    assert moved.is_meta
+    gpu.wait()
 
 
 @pytest.mark.parametrize("transport", [*RAW, *OURS])
@@ -49,6 +100,17 @@ def test_latency_is_measured_on(transport: str) -> None:
 def test_nothing_is_lost_in(workload: str, nbytes: int, transport: str) -> None:
     """What waits for its receiver delivers every message."""
     assert measured(transport, workload, nbytes)["lost"] == 0
+
+
+@pytest.mark.parametrize("transport", ENCRYPTED)
+@pytest.mark.parametrize(("workload", "nbytes"), [("latency", 20_000), ("rate", 64)])
+def test_what_encrypts_gets_its_certificates(
+    workload: str, nbytes: int, transport: str
+) -> None:
+    """They are made for the cell, where openssl is there to make them."""
+    if reason := unusable(transport):
+        pytest.skip(reason)
+    measured(transport, workload, nbytes)
 
 
 def test_losses_of_di_engines_queue_are_counted() -> None:
@@ -74,7 +136,7 @@ def test_losses_of_publish_subscribe_are_counted(transport: str) -> None:
     assert 0 <= metrics["lost"] < metrics["sent"]
 
 
-@pytest.mark.parametrize("transport", OURS)
+@pytest.mark.parametrize("transport", [*OURS, "tls"])
 def test_actors_and_a_learner_lose_nothing(transport: str) -> None:
     """With gymnasium the cell runs without loss; without it the row says so."""
     result = measure(Cell(transport, "actor-learner", 0, 0, 0.3, 60.0), {})
@@ -98,6 +160,38 @@ def test_the_codec_is_timed_apart(nbytes: int, transport: str) -> None:
 def test_importing_is_timed() -> None:
     """The import is measured in new interpreters, more than once."""
     assert measured("mq", "import", 0)["samples"] >= 3
+
+
+@pytest.mark.parametrize("transport", FURTHER)
+@pytest.mark.parametrize(
+    ("workload", "nbytes"), [("latency", 1_250_000), ("rate", 64), ("fanin", 2000)]
+)
+def test_other_systems_run_where_they_are_installed(
+    workload: str, nbytes: int, transport: str
+) -> None:
+    """Each carries tensors, messages and batches unaltered, from and to several."""
+    if reason := baselines.check(transport):
+        pytest.skip(reason)
+    metrics = measured(transport, workload, nbytes)
+    assert metrics["carried_bytes"] >= nbytes
+
+
+@pytest.mark.parametrize("transport", ["raw:zmq:ipc", "inproc"])
+@pytest.mark.parametrize("workload", ["latency", "stream"])
+def test_processor_time_of_the_timed_part_is_kept(
+    workload: str, transport: str
+) -> None:
+    """It is some of the whole cell's, and the bytes that it moved are known."""
+    cell = Cell(transport, workload, 1_250_000, 0, budget=0.05, limit=60.0)
+    result = measure(cell, {})
+    assert result.metrics["carried_bytes"] % 1_250_000 == 0
+    for used in result.processes:
+        assert 0 < used.timed_cpu_seconds < used.cpu_seconds
+
+
+def test_huge_messages_are_few() -> None:
+    """From 100 MB a cell times three messages at least."""
+    assert measured("limit:unix", "latency", 100_000_000)["samples"] == 3
 
 
 def dies(peer: Peer) -> Metrics | None:
@@ -173,6 +267,16 @@ def test_an_unusable_transport_is_a_row() -> None:
     assert (result.status, result.reason) == ("skipped", "no luck")
 
 
+def test_what_measured_nothing_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate of nothing per second is a row with that reason, never a figure."""
+    cell = Cell("raw:zmq:ipc:pubsub", "rate", 64)
+    empty = Result.of(cell, "ok", metrics={"value": 0.0})
+    monkeypatch.setattr(command, "run_cell", lambda *args, **rest: empty)
+    result = measure(cell, {})
+    assert (result.status, result.metrics) == ("failed", {})
+    assert "too little arrived" in result.reason
+
+
 def test_what_does_not_fit_into_memory_is_not_tried() -> None:
     """A size that needs more memory than is free is skipped, in words."""
     result = measure(Cell("raw:zmq:ipc", "latency", 1 << 40), {})
@@ -216,134 +320,3 @@ def test_percentiles_are_by_nearest_rank() -> None:
     found = percentiles(range(100))
     assert (found["p50"], found["p90"], found["p99"]) == (50, 90, 99)
     assert percentiles([7.0])["p99"] == 7
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("1250", 1250), ("20KB", 20_000), ("1.25MB", 1_250_000), ("1MiB", 1 << 20)],
-)
-def test_sizes_are_read_in_decimal_and_binary_units(text: str, nbytes: int) -> None:
-    """Units are those of the published tables, or binary where written so."""
-    assert plan.parse_size(text) == nbytes
-
-
-def test_transports_of_a_round_are_measured_side_by_side() -> None:
-    """Ours, raw and the limit alternate, so that a drift of the machine hits all."""
-    found = list(plan.cells(["zmq:ipc"], ["latency"], [64], 2, 1.0, False))
-    names = [(cell.transport, cell.round) for cell in found]
-    once = ["zmq:ipc", "raw:zmq:ipc", "limit:unix"]
-    assert names == [(one, 0) for one in once] + [(one, 1) for one in once[::-1]]
-
-
-def test_torchrpc_is_measured_beside_bare_rpc_and_forced_tcp() -> None:
-    """What TensorPipe chooses by itself, and plain TCP, are rows of their own."""
-    found = list(plan.cells(["torchrpc:cpu"], ["latency"], [64], 1, 1.0, False))
-    names = [cell.transport for cell in found]
-    assert names == ["torchrpc:cpu", "raw:torchrpc", "raw:torchrpc:tcp", "limit:tcp"]
-    assert not [n for n in plan.baselines("torchrpc:cpu", "rate") if "pubsub" in n]
-    assert not plan.can_run("raw:torchrpc:pubsub", "latency")
-
-
-def row(transport: str, value: float, number: int = 0, **metrics: float) -> Result:
-    used = [Usage([0], 0.5, 10, 20), Usage([1], 0.5, 10, 3_000_010)]
-    cell = Cell(transport, "latency", 40_000_000, number)
-    found = {"value": value, "p50": value, **metrics}
-    return Result.of(cell, "ok", metrics=found, processes=used)
-
-
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
-    path = tmp_path / "results.jsonl"
-    writer = Writer(path, {"command": "mq bench --quick", "cpu": "a fast one"})
-    for number, (ours, bare) in enumerate([(10.0, 20.0), (30.0, 20.0), (2.0, 20.0)]):
-        writer.add(row("zmq:tcp", ours, number))
-        writer.add(row("raw:zmq:tcp", bare, number))
-        writer.add(row("limit:tcp", 5.0, number))
-    gone = Cell("nng:tcp", "latency", 40_000_000)
-    writer.add(Result.of(gone, "skipped", "pynng is not installed"))
-    writer.close()
-    return path
-
-
-def test_rows_come_back_as_they_were_written(results: Path) -> None:
-    """The file of JSON lines holds everything that a report needs."""
-    facts, rows = read(results)
-    assert facts["cpu"] == "a fast one"
-    assert rows[1] == row("raw:zmq:tcp", 20.0)
-    assert rows[-1].reason == "pynng is not installed"
-
-
-def test_a_broken_file_of_results_is_refused_by_line(results: Path) -> None:
-    """Whoever edited the file by hand is told where it broke."""
-    results.write_text(results.read_text() + '{"record": "other"}\n')
-    with pytest.raises(ValueError, match=r"line 12: not a row"):
-        read(results)
-
-
-def test_ratios_are_medians_over_rounds(results: Path) -> None:
-    """Ours is divided by raw within each round, not by a median of all rounds."""
-    rows = {one.transport: one for one in report.gather(read(results)[1])}
-    assert rows["zmq:tcp"].value == 10
-    assert rows["zmq:tcp"].ratio(rows["raw:zmq:tcp"]) == 0.5
-    assert rows["zmq:tcp"].ratio(rows["nng:tcp"]) is None
-
-
-def test_the_report_compares_and_names_what_is_missing(results: Path) -> None:
-    """Ours, ratios, the published figure with its conditions, and every reason."""
-    text = report.markdown(results)
-    line = next(li for li in text.splitlines() if li.startswith("| 40 MB | zmq:tcp"))
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[2:3] + cells[3:7] == ["10.0", "20.0", "0.500", "5.00", "2.00"]
-    assert "173 nng-tcp" in line
-    assert "3.00" in cells  # MB that the receiver grew by
-    assert "200 Gbit/s InfiniBand" in text
-    assert "nng:tcp 40 MB: skipped: pynng is not installed" in text
-    assert "mq bench --quick" in text
-    assert "skipped: pynng is not installed" in report.terminal(results)
-
-
-def test_published_figures_are_of_the_sizes_measured() -> None:
-    """Every default size of the latency workload has published figures."""
-    figures, conditions = report.published()
-    assert set(plan.WORKLOADS["latency"].sizes) <= set(figures)
-    assert any("intra-node" in line for line in conditions)
-
-
-def test_the_command_measures_writes_and_reports(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One call leaves rows of every round and a report, and prints the table."""
-    chosen = ["--transports", "raw:zmq:ipc,limit:unix", "--workloads", "latency"]
-    length = ["--sizes", "1250", "--rounds", "2", "--budget", "0.05"]
-    assert main([*chosen, *length, "--output", str(tmp_path)]) == 0
-    lines = (tmp_path / "results.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert records[0]["record"] == "environment"
-    assert [one["status"] for one in records[1:]] == ["ok"] * 4
-    assert "raw:zmq:ipc" in (tmp_path / "report.md").read_text()
-    shown = capsys.readouterr()
-    assert "limit:unix" in shown.out
-    assert str(tmp_path / "report.md") in shown.out
-    assert "[4/4]" in shown.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--transports", "raw:nothing"], "no baseline 'raw:nothing'"),
-        (["--transports", "zmpq:ipc"], "zmq:ipc"),
-        (["--transports", ","], "no name given"),
-        (["--workloads", "latent"], "no workload 'latent'"),
-        (["--sizes", "12 parsecs"], "is no size"),
-        (["--rounds", "0"], "from 1 to 1000"),
-        (["--budget", "never"], "from 0.01 to 600"),
-    ],
-)
-def test_bad_arguments_are_refused_in_words(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A wrong argument ends with status 2 and a sentence, not with a traceback."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err

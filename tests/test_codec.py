@@ -269,6 +269,38 @@ def test_plain_data_takes_the_short_prefix() -> None:
         assert CODEC.encode(payload).header == PLAIN + msgspec.msgpack.encode(payload)
 
 
+MALFORMED = [b"", PLAIN, PLAIN[:2], PLAIN + b"\x01\x01", PLAIN + b"\xc1", b"x" * 9]
+"""Areas of which none is a plain message, nor becomes one by what is around it."""
+TOO_DEEP = PLAIN + b"\x91" * 300 + b"\xc0"
+
+
+@given(st.lists(payloads | st.sampled_from(MALFORMED).map(memoryview), max_size=6))
+@settings(max_examples=300)
+def test_plain_messages_are_decoded_together_up_to_the_first_other(
+    mixed: list[Any],
+) -> None:
+    """What many give at once is what each gives alone."""
+    areas, expected = [], []
+    ended = False
+    for item in mixed:
+        area = item if type(item) is memoryview else area_of(CODEC.encode(item))
+        areas.append(area)
+        ended = ended or type(item) is memoryview or area[:4] != PLAIN
+        if not ended:
+            expected.append(CODEC.decode(area))
+    assert same(CODEC.decode_plain(areas), expected)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_message_that_is_nested_too_deep_does_not_spoil_those_before_it(
+    place: int,
+) -> None:
+    """It ends what is decoded together, as it does alone."""
+    areas = [area_of(CODEC.encode({"n": n, "note": "x" * 300})) for n in range(3)]
+    areas[place] = memoryview(TOO_DEEP)
+    assert [found["n"] for found in CODEC.decode_plain(areas)] == list(range(place))
+
+
 @pytest.mark.parametrize("name", sorted(PAYLOADS))
 def test_golden_files_hold_the_format(name: str) -> None:
     """Bytes written by an earlier version decode, and are what we write today."""

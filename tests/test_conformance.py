@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import nng_links
 import pytest
+from tls_files import tls_options
 
 from mq import registry
 from mq.testing import CASES, CLAUSES, Case, run_case
 
 BACKENDS = (
+    "auto",
     "inproc",
     "shm",
     "nng:ipc",
     "nng:tcp",
     "tcp",
+    "tls",
     "torchrpc:cpu",
     "torchrpc:cuda",
     "zmq:ipc",
     "zmq:tcp",
 )
+
+
+OPTIONS = {"tls": tls_options()}
 
 
 def _parameters() -> list[object]:
@@ -42,15 +47,16 @@ def test_transport_keeps_the_contract(backend: str, case: Case) -> None:
     if reason is not None:
         pytest.skip(reason)
 
-    run_case(backend, case)
+    run_case(backend, case, **OPTIONS.get(backend, {}))
 
 
 def test_every_registered_transport_is_covered() -> None:
     """A transport in the registry is in the list above, or an alias of some there.
 
-    `nng:tls` needs certificates, and runs what depends on it below.
+    `nng:tls` needs certificates, and runs what depends on it below; what the links of
+    `auto:nng` and `auto:zmq` do is covered by their own names.
     """
-    covered = {*BACKENDS, "nng", "zmq", "nng:tls"}
+    covered = {*BACKENDS, "auto:nng", "auto:zmq", "nng", "zmq", "nng:tls"}
 
     missing = {name for name in registry.table if name not in covered}
 
@@ -80,7 +86,7 @@ _TLS_CLAUSES = ("Blips", "Close", "Death", "Fork", "edge: Fork", "Interrupt", "O
 )
 def test_nng_over_tls_keeps_the_clauses_that_depend_on_the_engine(case: Case) -> None:
     """The others are the mesh's, whatever it runs over."""
-    run_case("nng:tls", case, **nng_links.tls_options())
+    run_case("nng:tls", case, **tls_options())
 
 
 @pytest.mark.parametrize("backend", ["nng", "zmq"])

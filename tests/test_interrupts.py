@@ -113,14 +113,16 @@ class Scenario:
             self.guard(member, lambda: member.subscribe(topic, **options))
 
 
-def large(seed: int, nbytes: int = 1500) -> bytes:
+def large(seed: int, nbytes: int = 1536) -> bytes:
     return bytes((seed + i * 7) % 251 for i in range(nbytes))
 
 
+AREAS = (768,)
+"""The part of large messages that is on a device, where any is."""
 PAYLOADS = [b"one", large(1), b"two", b"three", large(2), b"four", b"five", large(3)]
 
 
-def run(interrupter: Interrupter, lends: int = 0) -> None:
+def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None:
     """One scenario with an interrupt; afterwards the contract still holds.
 
     Member `a` publishes to `b` and `c`, which are keep-all with little depth, and to
@@ -128,8 +130,16 @@ def run(interrupter: Interrupter, lends: int = 0) -> None:
 
     Args:
         lends: Bytes of memory that each member but `d` lends to the others.
+        devices: Whether a part of large messages is on a device, and stays there on
+            its way to `b` and `d`.
     """
-    world = World("a", "b", "c", lends=dict.fromkeys("abce", lends) if lends else None)
+    world = World(
+        "a",
+        "b",
+        "c",
+        lends=dict.fromkeys("abce", lends) if lends else None,
+        carries=dict.fromkeys("abd" * devices, 1),
+    )
     a, b, c = (world[name] for name in "abc")
     scenario = Scenario(world)
     c.subscribe("t", depth=4, window_bytes=4000)
@@ -162,9 +172,10 @@ def run(interrupter: Interrupter, lends: int = 0) -> None:
 
     for number, payload in enumerate(PAYLOADS):
         retain = number == 4
+        areas = AREAS if devices and len(payload) > INLINE_BYTES else ()
         for _ in range(50):
             before = a.newest("t")
-            scenario.guard(a, partial(a.publish, "t", payload, retain))
+            scenario.guard(a, partial(a.publish, "t", payload, retain, areas))
             if a.newest("t") > before:
                 break
             world.settle()
@@ -189,6 +200,7 @@ def run(interrupter: Interrupter, lends: int = 0) -> None:
     world.settle()
     where = interrupter.where
     assert scenario.interrupted <= 1
+    assert bool(b.landed) == devices
     assert received["b"] == committed, where
     assert received["c"] == committed, where
     assert received["d"][-1] == committed[-1], where
@@ -241,13 +253,13 @@ def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
 
 
-def points(*, opcodes: bool, lends: int = 0) -> list[int]:
+def points(*, opcodes: bool, lends: int = 0, devices: bool = False) -> list[int]:
     """Where to interrupt: each place of the code that the scenario reaches, once.
 
     With MQ_INTERRUPT_EVERYWHERE each time that it reaches it, which takes long.
     """
     survey = Interrupter(0, opcodes=opcodes)
-    run(survey, lends)
+    run(survey, lends, devices)
     places = list(survey.visited.values())
     if "MQ_INTERRUPT_EVERYWHERE" in os.environ:
         return sorted(point for place in places for point in place)
@@ -256,21 +268,25 @@ def points(*, opcodes: bool, lends: int = 0) -> list[int]:
 
 
 @pytest.mark.slow
-def test_an_interrupt_at_any_line_changes_nothing_of_the_contract() -> None:
+@pytest.mark.parametrize("devices", [False, True])
+def test_an_interrupt_at_any_line_changes_nothing_of_the_contract(
+    devices: bool,
+) -> None:
     """Nothing lost, nothing doubled, all or nothing, no stuck credit."""
-    found = points(opcodes=False)
+    found = points(opcodes=False, devices=devices)
     assert len(found) > 500
     for at in found:
-        run(Interrupter(at))
+        run(Interrupter(at), devices=devices)
 
 
 @pytest.mark.slow
-def test_an_interrupt_between_bytecodes_changes_nothing_either() -> None:
+@pytest.mark.parametrize("devices", [False, True])
+def test_an_interrupt_between_bytecodes_changes_nothing_either(devices: bool) -> None:
     """The same where a line does several things; a sample of the places."""
-    found = points(opcodes=True)
+    found = points(opcodes=True, devices=devices)
     assert len(found) > 3000
     for at in found[::60]:
-        run(Interrupter(at, opcodes=True))
+        run(Interrupter(at, opcodes=True), devices=devices)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import select
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import links
 import nng_links
 import pytest
 from link_world import MakeLink, World
+from tls_files import tls_options
 
 from mq.errors import ForkedProcess
 from mq.transport import What
@@ -19,16 +21,19 @@ from transports._nng_pair import engine
 from transports.inproc import InprocLink
 from transports.shm import ShmLink
 from transports.tcp import TcpLink
+from transports.tls import TlsLink
 from transports.torchrpc import TorchRpcLink
 from transports.zmq import ZmqLink
 
 ipc = functools.partial(ZmqLink, wires=("ipc",))
 tcp = functools.partial(ZmqLink, wires=("tcp",))
+tls = functools.partial(TlsLink, **tls_options())
 threads = functools.partial(TorchRpcLink, threads=4)
 LINKS: dict[str, MakeLink] = {
     "inproc": InprocLink,
     "shm": ShmLink,
     "tcp": TcpLink,
+    "tls": tls,
     "torchrpc": TorchRpcLink,
     "torchrpc-threads": threads,
     "zmq": ZmqLink,
@@ -157,9 +162,10 @@ def test_a_forked_child_opens_links_and_leaves_the_parent_alone(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("make", [ipc, tcp], ids=["zmq-ipc", "zmq-tcp"])
-def test_a_forked_child_does_not_hide_the_death_of_its_parent(make: MakeLink) -> None:
+@pytest.mark.parametrize("name", ["tcp", "tls", "zmq-ipc", "zmq-tcp"])
+def test_a_forked_child_does_not_hide_the_death_of_its_parent(name: str) -> None:
     """The child's copies of the connections are closed, so peers see the parent die."""
+    make = LINKS[name]
     with World(make, 1) as world:
         member = world.members[0]
         reader, writer = os.pipe()
@@ -167,6 +173,8 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent(make: MakeLink) ->
         if parent == 0:
             _connect_and_die(make, member.addresses[0], writer)
         os.close(writer)
+        world.nap = 0.01
+        world.until(lambda: bool(select.select([reader], [], [], 0)[0]), "the child")
         child = int(os.read(reader, 20))
         os.close(reader)
         try:

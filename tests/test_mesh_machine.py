@@ -30,6 +30,7 @@ NAMES = ("a", "b", "c", "d", "e")
 TOPICS = ("t", "u")
 PEER_TIMEOUT = 4.0
 INLINE_BYTES = 128
+PIECE_BYTES = 500
 HISTORIES = (
     (None, 1, 1 << 20),
     (None, 3, 1 << 20),
@@ -60,7 +61,8 @@ class MeshMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         lends = {"a": 1 << 20, "b": 3 * BLOCK_BYTES, "d": BLOCK_BYTES}
-        self.world = World(peer_timeout=PEER_TIMEOUT, lends=lends)
+        carries = {"a": 2, "b": 1, "c": 2, "e": 2}
+        self.world = World(peer_timeout=PEER_TIMEOUT, lends=lends, carries=carries)
         self.published: dict[tuple[str, str], list[bytes]] = defaultdict(list)
         self.readings: dict[tuple[str, str], Reading] = {}
         self.gaps: dict[tuple[str, str], int] = defaultdict(int)
@@ -171,6 +173,27 @@ class MeshMachine(RuleBasedStateMachine):
                 committed.append(payload)
             assert member.newest(topic) == len(committed) - 1
 
+    @rule(
+        name=names,
+        topic=topics,
+        host=st.sampled_from((64, 192, 640)),
+        areas=st.sampled_from(((256,), (1024,), (512, 256))),
+        retain=st.booleans(),
+    )
+    def publish_from_devices(
+        self, name: str, topic: str, host: int, areas: tuple[int, ...], retain: bool
+    ) -> None:
+        member = self._running(name)
+        if member is None or len(areas) > len(member.link.devices):
+            return
+        self.serial += 1
+        text = f"{member.incarnation} {topic} {self.serial} ".encode()
+        payload = (text * 200)[: host + sum(areas)]
+        committed = self.published[member.incarnation, topic]
+        if member.publish(topic, payload, retain, areas):
+            committed.append(payload)
+        assert member.newest(topic) == len(committed) - 1
+
     @rule(name=names, topic=topics)
     def clear(self, name: str, topic: str) -> None:
         member = self._running(name)
@@ -199,7 +222,8 @@ class MeshMachine(RuleBasedStateMachine):
     ) -> None:
         member = self._running(name)
         if member is not None and (name, topic) not in self.readings:
-            self.readings[name, topic] = Reading(member.subscribe(topic, *history))
+            subscription = member.subscribe(topic, *history, zero_copy=topic == "u")
+            self.readings[name, topic] = Reading(subscription)
 
     @rule(name=names, topic=topics)
     def unsubscribe(self, name: str, topic: str) -> None:
@@ -460,5 +484,6 @@ def test_any_interleaving_of_faults_keeps_the_contract(
 ) -> None:
     """No loss, no double, no gap unreported, no stuck credit, nothing left behind."""
     monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+    monkeypatch.setattr("mq.mesh.copying.PIECE_BYTES", PIECE_BYTES)
     profile = "campaign" if "MQ_MACHINE_EXAMPLES" in os.environ else "ci"
     run_state_machine_as_test(MeshMachine, settings=settings.get_profile(profile))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import socket
@@ -10,23 +9,22 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pynng
 import pytest
-from link_world import PATIENCE, MakeLink, World
-from nng_links import ipc, tcp, tls, tls_options
+from link_world import PATIENCE, World
+from nng_links import ipc, tcp, tls
+from tls_files import tls_options
 
 import mq
 from mq.errors import ForkedProcess
 from mq.mesh.poller import Poller
-from mq.testing.proxy import Proxy
-from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, Conn, What
+from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
 from transports._nng_conns import NngConn
 from transports._nng_pair import engine
-from transports.nng import NngIpcLink, NngLink
+from transports.nng import NngLink
 from transports.nng_tls import NngTlsLink
 
 WIRES = {"ipc": ipc, "tcp": tcp, "tls": tls}
@@ -116,99 +114,7 @@ def test_a_peer_that_does_not_say_hello_is_never_a_connection(
         assert not member.events
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_bytes_that_are_not_nng_do_no_harm(wire: str) -> None:
-    """Garbage at a listener is counted, and the next member is welcome."""
-    with World(WIRES[wire]) as world:
-        member = world.members[1]
-        rest = member.addresses[0].partition("://")[2]
-        for size in (0, 1, 8, 64, 5000):
-            with _connected(rest) as plain:
-                plain.sendall(os.urandom(size))
-        dialled, accepted = world.connect()
-        world.send(dialled, b"fine")
-        world.until(lambda: accepted in member.received, "a message")
-        assert member.conns(What.ACCEPTED) == [accepted]
-        world.until(lambda: member.link.malformed == 5, "five strangers")
-
-
-def _connected(rest: str) -> socket.socket:
-    if rest.startswith("/"):
-        plain = socket.socket(socket.AF_UNIX)
-        plain.connect(rest)
-        return plain
-    host, _, port = rest.rpartition(":")
-    return socket.create_connection((host, int(port)), PATIENCE)
-
-
-def test_strangers_that_say_nothing_are_bounded() -> None:
-    """Of many silent connections the oldest are dropped for the newest."""
-    with World(tcp) as world:
-        member = world.members[1]
-        assert isinstance(member.link, NngLink)
-        rest = member.addresses[0].partition("://")[2]
-        silent = [_connected(rest) for _ in range(150)]
-        world.until(lambda: _count(member.link) >= 150, "all of them")
-        assert len(member.link.conns) < 140
-        world.connect()
-        for plain in silent:
-            plain.close()
-
-
-def _count(link: Any) -> int:
-    """How many strangers there are and were."""
-    return len(link.strangers) + int(link.malformed)
-
-
-@pytest.mark.parametrize("wire", ["tcp", "tls"])
-def test_a_peer_that_answers_nonsense_is_lost(wire: str) -> None:
-    """A dialled address where something else listens is LOST with a reason."""
-    with (
-        World(WIRES[wire], 1) as world,
-        socket.create_server(("127.0.0.1", 0)) as server,
-    ):
-        scheme = world.members[0].addresses[0].partition("://")[0]
-        conn = world.members[0].link.dial(
-            f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
-        )
-        server.settimeout(PATIENCE)
-        world.until(lambda: True, "the dial to begin")
-        other, _ = server.accept()
-        with other:
-            other.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
-            world.lost(0, conn)
-
-
 # -- breaks ----------
-
-
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_cut_wire_is_lost_at_both_ends_and_what_arrived_is_in_order(
-    wire: str, own_temporary_directory: str
-) -> None:
-    """After a cut both ends report LOST; what was received is a prefix."""
-    with World(WIRES[wire]) as world:
-        ours, theirs = world.members
-        proxy = Proxy(theirs.addresses[0], f"{own_temporary_directory}/proxy")
-        dialled = ours.link.dial(proxy.address)
-        world.until(lambda: bool(theirs.conns(What.ACCEPTED)), "ACCEPTED")
-        (accepted,) = theirs.conns(What.ACCEPTED)
-        world.until(lambda: dialled in ours.conns(What.OPENED), "OPENED")
-        for index in range(50):
-            world.send(dialled, b"%d" % index, bytes(100_000))
-            world.send(accepted, b"%d" % index, bytes(100_000))
-        world.until(lambda: bool(theirs.received), "the first message")
-        proxy.cut()
-        world.lost(0, dialled)
-        world.lost(1, accepted)
-        for member, conn in ((ours, dialled), (theirs, accepted)):
-            heads = [head for head, _ in member.received.get(conn, [])]
-            assert heads == [b"%d" % index for index in range(len(heads))]
-        proxy.close()
-        again, accepted_again = world.connect()
-        world.send(again, b"new")
-        world.until(lambda: accepted_again in theirs.received, "the new message")
-        assert theirs.received[accepted_again] == [(b"new", b"")]
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -237,47 +143,6 @@ def test_a_message_interrupted_while_it_is_taken_breaks_its_connection(
         monkeypatch.setattr(channel, "receive", take)
         world.lost(1, accepted)
         assert accepted not in world.members[1].received
-
-
-@pytest.mark.parametrize("wire", WIRES)
-def test_connections_that_are_closed_at_once_leave_nothing(wire: str) -> None:
-    """Also where NNG is still negotiating, when its own close forgets descriptors."""
-    with World(WIRES[wire]) as world:
-        first, second = world.members
-        world.connect()
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(150):
-            first.link.dial(second.addresses[0]).close()
-            conn = first.link.dial(second.addresses[0])
-            first.pump()
-            conn.close()
-        world.until(lambda: _open_conns(second.link) == 1, "the last stranger's end")
-        world.until(
-            lambda: len(os.listdir("/proc/self/fd")) <= before, "free descriptors"
-        )
-
-
-def _open_conns(link: Any) -> int:
-    return len(link.conns)
-
-
-@pytest.mark.parametrize("wire", ["ipc", "tcp"])
-def test_a_dial_without_descriptors_is_lost(
-    monkeypatch: pytest.MonkeyPatch, wire: str
-) -> None:
-    """Where no socket can be made, dial does not raise: LOST says why."""
-    with World(WIRES[wire], 1) as world:
-        (member,) = world.members
-
-        def refuse(*arguments: object) -> socket.socket:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-        monkeypatch.setattr(socket, "socket", refuse)
-        conn = member.link.dial(member.addresses[0])
-        monkeypatch.undo()
-        world.lost(0, conn)
-        assert "open files" in member.events[0].reason
-        assert conn.try_send(b"lost")
 
 
 # -- the process ----------
@@ -454,55 +319,6 @@ def test_addresses_are_ranked_by_wire_and_reach() -> None:
     assert tls().rank(["tcp://a:1", "tls+tcp://a:1"], True) == ["tls+tcp://a:1"]
 
 
-@pytest.mark.parametrize(
-    ("address", "routable"),
-    [
-        ("ipc", False),
-        ("ipc:///a/b", False),
-        ("tcp://127.0.0.5:1", False),
-        ("tcp://[::1]:1", False),
-        ("tcp://localhost:1", False),
-        ("tcp://0.0.0.0:1", True),
-        ("tcp://*:1", True),
-        ("tcp://[::]:1", True),
-        ("tcp://host.example:1", True),
-    ],
-)
-def test_an_address_is_routable_unless_it_is_of_this_host(
-    address: str, routable: bool
-) -> None:
-    """Loopback and unix sockets are not reachable from other hosts."""
-    assert NngLink().is_routable(address) is routable
-
-
-@pytest.mark.parametrize("make", [tcp, tls], ids=["tcp", "tls"])
-def test_a_wildcard_host_is_returned_as_one_that_can_be_dialled(
-    make: MakeLink,
-) -> None:
-    """Peers get an address, not 0.0.0.0."""
-    poller, link = Poller(), make()
-    scheme = "tls+tcp" if isinstance(link, NngTlsLink) else "tcp"
-    try:
-        (address,) = link.open(poller, [f"{scheme}://0.0.0.0:*"], None)
-        host, _, port = address.partition("://")[2].rpartition(":")
-        assert host != "0.0.0.0"
-        assert int(port) > 0
-    finally:
-        link.close()
-        poller.close()
-
-
-def test_ipc_listens_in_the_directory_that_it_is_given() -> None:
-    """The socket file is there while the link is open, and gone afterwards."""
-    poller, link = Poller(), NngIpcLink(wires=("ipc",))
-    with tempfile.TemporaryDirectory() as directory:
-        (address,) = link.open(poller, ["ipc"], directory)
-        assert os.listdir(directory) == [os.path.basename(address)]
-        link.close()
-        assert os.listdir(directory) == []
-    poller.close()
-
-
 def test_a_socket_file_of_a_dead_process_is_replaced(
     own_temporary_directory: str,
 ) -> None:
@@ -513,27 +329,6 @@ def test_a_socket_file_of_a_dead_process_is_replaced(
     poller, link = Poller(), ipc()
     assert link.open(poller, [f"ipc://{path}"], None) == [f"ipc://{path}"]
     link.close()
-    poller.close()
-
-
-@pytest.mark.parametrize(
-    "listen",
-    ["ipc:///" + "x" * 110, "taken ipc", "taken tcp", "taken tls"],
-    ids=lambda text: text[:9],
-)
-def test_an_address_that_cannot_be_listened_on_is_an_os_error(listen: str) -> None:
-    """It names the address, and nothing stays open."""
-    make = tls if listen.endswith("tls") else NngLink
-    poller, link = Poller(), make()
-    with World(make, 1) as world:
-        if listen.startswith("taken"):
-            wire = listen.split()[1]
-            taken = world.members[0].addresses
-            listen = next(a for a in taken if a.startswith(wire))
-        before = os.listdir("/proc/self/fd")
-        with pytest.raises(OSError, match=listen.partition("://")[2][:20]):
-            link.open(poller, [listen], None)
-        assert len(os.listdir("/proc/self/fd")) == len(before)
     poller.close()
 
 
@@ -553,90 +348,6 @@ def test_options_and_addresses_that_make_no_sense_are_refused() -> None:
 
 
 # -- TLS ----------
-
-
-def test_members_with_certificates_of_another_authority_are_kept_out() -> None:
-    """Both ends refuse, whoever dialled; nothing is ever a connection."""
-    with World(tls) as world:
-
-        def stranger() -> NngTlsLink:
-            return NngTlsLink(**tls_options("stranger", "other_authority"))
-
-        with World(stranger, 1) as outside:
-            (member,) = outside.members
-            inside = world.members[0]
-            conns: list[tuple[World, Conn]] = [
-                (outside, member.link.dial(inside.addresses[0])),
-                (world, inside.link.dial(member.addresses[0])),
-            ]
-            for side, conn in conns:
-                events = side.members[0].events
-
-                def lost(events: Any = events, conn: Conn = conn) -> bool:
-                    outside.members[0].pump()
-                    return any(e.conn is conn and e.what is What.LOST for e in events)
-
-                world.nap = 0.01
-                world.until(lost, "LOST")
-            assert not inside.conns(What.ACCEPTED)
-            assert not member.conns(What.ACCEPTED)
-            assert not inside.conns(What.OPENED)
-            assert not member.conns(What.OPENED)
-
-
-def test_the_name_in_a_certificate_must_be_the_one_asked_for() -> None:
-    """`server_name` is compared with what the dialled member shows."""
-
-    def picky() -> NngTlsLink:
-        return NngTlsLink(**tls_options(), server_name="somebody.example")
-
-    with World(picky) as world:
-        conn = world.members[0].link.dial(world.members[1].addresses[0])
-        world.lost(0, conn)
-        assert not world.members[1].conns(What.ACCEPTED)
-
-
-def test_what_travels_is_encrypted(own_temporary_directory: str) -> None:
-    """A word that is sent many times is nowhere in the bytes on the wire."""
-    seen = bytearray()
-    with World(tls) as world, socket.create_server(("127.0.0.1", 0)) as server:
-        port = int(world.members[1].addresses[0].rpartition(":")[2])
-        done = threading.Thread(target=_tap, args=(server, port, seen))
-        done.start()
-        conn = world.members[0].link.dial(
-            f"tls+tcp://127.0.0.1:{server.getsockname()[1]}"
-        )
-        world.until(lambda: conn in world.members[0].conns(What.OPENED), "OPENED")
-        accepted = world.members[1].conns(What.ACCEPTED)[0]
-        for _ in range(20):
-            world.send(conn, b"a secret word", b"a secret word" * 100)
-        world.arrive(world.members[1].received.setdefault(accepted, []), 20)
-        conn.close()
-        world.lost(1, accepted)
-        done.join(PATIENCE)
-    assert len(seen) > 20 * 1300
-    assert b"secret" not in seen
-
-
-def _tap(server: socket.socket, port: int, seen: bytearray) -> None:
-    """Pass bytes on, one connection, and keep those of the dialler."""
-    client, _ = server.accept()
-    with client, socket.create_connection(("127.0.0.1", port)) as behind:
-        answers = threading.Thread(target=_copy, args=(behind, client, None))
-        answers.start()
-        _copy(client, behind, seen)
-        answers.join(PATIENCE)
-
-
-def _copy(source: socket.socket, sink: socket.socket, seen: bytearray | None) -> None:
-    try:
-        while data := source.recv(65536):
-            if seen is not None:
-                seen += data
-            sink.sendall(data)
-        sink.shutdown(socket.SHUT_WR)
-    except OSError:  # the other end has left
-        pass
 
 
 def test_certificates_that_are_missing_or_unreadable_are_named(

@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import random
+import select
 import socket
 import struct
 import tempfile
@@ -182,19 +183,28 @@ def test_a_segment_that_cannot_be_mapped_is_copied_from(
 
 def dial_raw(world: World) -> socket.socket:
     """A connection on which the test says what it likes, after the hello."""
+    member = world.members[0]
+    known = len(member.conns(What.ACCEPTED))
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(20.0)
-    sock.connect(world.members[0].addresses[0].removeprefix("shm://"))
-    sock.sendall(ShmLink.hello)
+    sock.connect(member.addresses[0].removeprefix("shm://"))
+    proof = memfd(16)
+    seal(proof)
+    socket.send_fds(sock, [b"M"], [proof])
+    os.close(proof)
+    world.until(lambda: bool(select.select([sock], [], [], 0)[0]), "its proof")
+    _, (theirs,), _, _ = socket.recv_fds(sock, 1, 1)
+    sock.sendall(os.pread(theirs, 16, 0) + ShmLink.hello)
+    os.close(theirs)
+    world.until(lambda: len(member.conns(What.ACCEPTED)) > known, "ACCEPTED")
+    answer = sock.recv(16 + len(ShmLink.hello), socket.MSG_WAITALL)
+    assert answer == bytes(16) + ShmLink.hello
     return sock
 
 
 def accepted(world: World) -> ShmConn:
     """The member's end of the newest connection."""
-    member = world.members[0]
-    known = len(member.conns(What.ACCEPTED))
-    world.until(lambda: len(member.conns(What.ACCEPTED)) > known, "ACCEPTED")
-    conn = member.conns(What.ACCEPTED)[-1]
+    conn = world.members[0].conns(What.ACCEPTED)[-1]
     assert isinstance(conn, ShmConn)
     return conn
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from scripted import ScriptedLink, ScriptedNet
 
+from mq.devices import Area
 from mq.errors import MessagesLost
-from mq.frames import ALIGNMENT, Frames
+from mq.frames import ALIGNMENT, Frames, Spread
 from mq.lending import Lender
 from mq.mesh import publisher as publisher_module
 from mq.mesh.config import Config, Watch
@@ -24,6 +26,26 @@ CHUNK_BYTES = 256
 """Body size of the scripted links."""
 HEADER_BYTES = ALIGNMENT
 """Payloads up to this size are all header; the rest of larger ones is a buffer."""
+
+
+PIECE_BYTES = 300
+"""The same of bodies that are tensors."""
+DEVICES = ("device:0", "device:1")
+"""What the tensors of messages are said to be on; they are on the CPU."""
+
+
+def tensors_of(content: bytes, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Tensors that hold some bytes, of these sizes one after another."""
+    whole = torch.tensor(list(content), dtype=torch.uint8)
+    return list(whole.split(list(sizes))) if sizes else []
+
+
+def area_of(device: str, tensor: torch.Tensor) -> Area:
+    """The area of one tensor, said to be on a device."""
+    area = Area(tensor.device)
+    area.append(tensor)
+    area.device = device
+    return area
 
 
 class Got(NamedTuple):
@@ -63,6 +85,7 @@ class Member:
     """One member: a mesh, its link, and what a driver would do for it.
 
     Attributes:
+        landed: Messages received of which a part came on devices.
         viewing: Whether messages are received in place and kept, in `views`, each with
             what it held then.
     """
@@ -80,7 +103,10 @@ class Member:
             config.addresses[0],
             chunk_bytes=world.chunk_bytes,
             lender=lender,
+            devices=frozenset(DEVICES[: world.carries.get(name, 0)]),
+            piece_bytes=world.piece_bytes,
         )
+        self.landed = 0
         self.viewing = False
         self.views: list[tuple[memoryview, bytes]] = []
         self.link.open(world.poller, [], None)
@@ -132,6 +158,7 @@ class Member:
         keep: int | None = None,
         depth: int = 1000,
         window_bytes: int = 1 << 28,
+        zero_copy: bool = False,
     ) -> Subscription:
         mesh = self.mesh
         subscription = mesh.subscriber.subscribe(
@@ -139,7 +166,7 @@ class Member:
             keep,
             depth,
             window_bytes,
-            False,
+            zero_copy,
             None,
             mesh.publisher.topic(topic).stats,
             list(mesh.sessions.values()),
@@ -151,22 +178,44 @@ class Member:
         self.mesh.subscriber.unsubscribe(topic, list(self.mesh.sessions.values()))
         self.mesh.pump(self.world.clock(), flush=True)
 
-    def publish(self, name: str, payload: bytes, retain: bool = False) -> bool:
-        """Publish if there is credit; the payload's memory is wiped on return."""
+    def publish(
+        self,
+        name: str,
+        payload: bytes,
+        retain: bool = False,
+        areas: Sequence[int] = (),
+    ) -> bool:
+        """Publish if there is credit; the payload's memory is wiped on return.
+
+        Args:
+            areas: Sizes of the last parts of the payload, which are on devices.
+        """
         mesh = self.mesh
         topic = mesh.publisher.topic(name)
-        memory = bytearray(payload[HEADER_BYTES:])
+        host = payload[: len(payload) - sum(areas)]
+        memory = bytearray(host[HEADER_BYTES:])
         buffers = (memoryview(memory),) if memory else ()
-        frames = Frames(payload[:HEADER_BYTES], buffers, len(payload), frozenset())
+        tensors = tensors_of(payload[len(host) :], areas)
+        frames = Frames(
+            payload[:HEADER_BYTES],
+            buffers,
+            len(payload),
+            frozenset(),
+            tuple(map(area_of, DEVICES, tensors)),
+        )
         now = self.world.clock()
         mesh.publisher.check(topic, frames)
-        if not (buffers or retain) and topic.pass_gate(now, payload):
+        if not (buffers or retain or areas) and topic.pass_gate(now, payload):
             return True
         if not topic.has_credit():
             return False
         block = None
         lender = self.link.lender
-        if lender is not None and len(payload) > publisher_module.INLINE_BYTES:
+        if (
+            lender is not None
+            and len(payload) > publisher_module.INLINE_BYTES
+            and not areas
+        ):
             block = lender.take(len(payload))
             if block is not None:
                 frames.pack_into(block.area)
@@ -175,6 +224,8 @@ class Member:
         message = mesh.publisher.publish(topic, frames, now, retain, now, block=block)
         mesh.publisher.own(topic, message, list(mesh.sessions.values()))
         memory[:] = b"\xee" * len(memory)
+        for tensor in tensors:
+            tensor.fill_(0xEE)
         topic.open_gate(now, now)
         return True
 
@@ -191,8 +242,13 @@ class Member:
         if item is None or isinstance(item, MessagesLost):
             return item
         peer = item.source.session.peer
-        content = bytes(item.area)
-        if self.viewing:
+        if isinstance(item.area, Spread):
+            self.landed += 1
+            landed = [area.claim().numpy().tobytes() for area in item.area.areas]
+            content = b"".join((item.area.host, *landed))
+        else:
+            content = bytes(item.area)
+        if self.viewing and not isinstance(item.area, Spread):
             self.views.append((item.area, content))
         return Got(
             item.source.subscription.topic,
@@ -222,17 +278,24 @@ class World:
     Args:
         lends: Members whose messages others of them read in place, and how many bytes
             of memory each has for that.
+        carries: Of how many of `DEVICES` tensors travel from and to each member.
     """
 
     def __init__(
-        self, *names: str, lends: Mapping[str, int] | None = None, **options: object
+        self,
+        *names: str,
+        lends: Mapping[str, int] | None = None,
+        carries: Mapping[str, int] | None = None,
+        **options: object,
     ) -> None:
         self.net = ScriptedNet()
         self.lends = lends or {}
+        self.carries = carries or {}
         self.poller = Poller()
         self.now = 1000.0
         self.options = options
         self.chunk_bytes = CHUNK_BYTES
+        self.piece_bytes = PIECE_BYTES
         self.members: dict[str, Member] = {}
         self.ended: set[int] = set()
         self.invisible: set[int] = set()
@@ -244,6 +307,20 @@ class World:
         for name in names:
             self.join(name)
         self.settle()
+
+    def close(self) -> None:
+        """Free what is not only memory of Python's."""
+        for member in self.members.values():
+            member.views.clear()
+            member.mesh.close()
+            for conn in member.link.conns:
+                conn.mappings.clear()
+            if member.link.lender is not None:
+                member.link.lender.close()
+        for conn in self.net.conns:
+            conn.mappings.clear()
+        self.members.clear()
+        self.net.conns.clear()
 
     def clock(self) -> float:
         return self.now
@@ -296,6 +373,9 @@ class World:
         self.net.links.pop(member.link.address, None)
         for conn in list(member.link.conns):
             conn.close()
+            conn.mappings.clear()
+        if member.link.lender is not None:
+            member.link.lender.close()
         return member
 
     def leave(self, name: str) -> Member:

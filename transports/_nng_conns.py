@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
@@ -191,6 +191,10 @@ class NngConn(Conn):
         if self._message is not None and self._channel is not None:
             self._message = None
             self._channel.release()
+
+    def describe(self) -> Mapping[str, str]:
+        wire = {"wire": self.address.partition(":")[0]}
+        return wire if self._channel is None else {**wire, **self._channel.describe()}
 
     # -- events ----------
 

@@ -12,7 +12,7 @@ import os
 import select
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -161,6 +161,10 @@ class Channel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything; what was not sent yet is dropped."""
+
+    def describe(self) -> Mapping[str, str]:
+        """What people should know of it."""
+        return {}
 
     @abstractmethod
     def freed(self) -> bool:

@@ -3,119 +3,23 @@
 NNG's ``socket://`` takes no TLS, and its TLS listener hands every connection to the one
 socket that it belongs to. So these connections are NNG's TLS streams themselves, with
 the framing that its sockets have over TCP: the size of a message, 8 bytes, big-endian.
-
-An operation of NNG ends in one of its threads, by a callback. Here that is libc's
-`fflush`, of a pipe's stream that holds one byte: no Python runs in that thread, and the
-pipe tells the poller.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import socket
-import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pynng import ffi, lib
 
-from transports._nng_pair import (
-    HANG_UP,
-    PREFIX_BYTES,
-    Channel,
-    check,
-    explain,
-    inode,
-    unread,
-)
+from transports._nng_aio import Operation
+from transports._nng_pair import HANG_UP, PREFIX_BYTES, Channel, explain, inode, unread
+from transports._nng_streams import descriptors, ports_of
 
 _SIZE_BYTES = 8
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fdopen.restype = ctypes.c_void_p
-for _function in (_libc.fflush, _libc.fclose):
-    _function.argtypes = [ctypes.c_void_p]
-_libc.fputc.argtypes = [ctypes.c_int, ctypes.c_void_p]
-_flush = ffi.cast(
-    "void (*)(void *)", ctypes.cast(_libc.fflush, ctypes.c_void_p).value or 0
-)
-
-
-class Operation:
-    """One of NNG's asynchronous operations, repeated; `fd` is readable when it ended.
-
-    Attributes:
-        running: Whether it was begun and not yet taken note of.
-    """
-
-    def __init__(self) -> None:
-        self.fd, self._writer = os.pipe2(os.O_CLOEXEC)
-        self._file = _libc.fdopen(self._writer, b"w")
-        self._aio = ffi.new("nng_aio **")
-        self._iov = ffi.new("nng_iov *")
-        self._poller = select.poll()
-        self._poller.register(self.fd, select.POLLIN)
-        self.running = False
-        check(lib.nng_aio_alloc(self._aio, _flush, ffi.cast("void *", self._file)))
-
-    def begin(
-        self, start: Callable[[Any], object], pointer: Any = None, nbytes: int = 0
-    ) -> None:
-        """Start it, over this memory."""
-        if pointer is not None:
-            self._iov.iov_buf, self._iov.iov_len = pointer, nbytes
-            check(lib.nng_aio_set_iov(self._aio[0], 1, self._iov))
-        _libc.fputc(120, self._file)
-        self.running = True
-        start(self._aio[0])
-
-    def has_ended(self) -> bool:
-        """Whether it was begun and has ended; `fd` stays readable until `finish`."""
-        if not self.running or not self._poller.poll(0):
-            return False
-        lib.nng_aio_wait(self._aio[0])  # for the callback, which has flushed already
-        return True
-
-    def wait(self) -> None:
-        """Wait for its end, which somebody has caused."""
-        lib.nng_aio_wait(self._aio[0])
-
-    def finish(self) -> int:
-        """Take note that it has ended; NNG's error code."""
-        os.read(self.fd, 1)
-        self.running = False
-        return self.code()
-
-    def code(self) -> int:
-        """NNG's error code of what has ended."""
-        return int(lib.nng_aio_result(self._aio[0]))
-
-    def count(self) -> int:
-        """How many bytes it has moved."""
-        return int(lib.nng_aio_count(self._aio[0]))
-
-    def output(self) -> Any:
-        """The stream that it has made."""
-        return ffi.cast("nng_stream *", lib.nng_aio_get_output(self._aio[0], 0))
-
-    def close(self) -> None:
-        """End it and free everything; idempotent."""
-        if self._file:
-            lib.nng_aio_stop(self._aio[0])
-            lib.nng_aio_free(self._aio[0])
-            _libc.fclose(self._file)
-            self._file = None
-            os.close(self.fd)
-
-    def abandon(self) -> None:
-        """In a forked child, whose exit flushes what is the parent's to flush."""
-        if self._file:
-            self._file = None
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._writer)
-            os.close(null)
-            os.close(self.fd)
 
 
 class _Outgoing:
@@ -165,7 +69,7 @@ class TlsChannel(Channel):
         self.recv_fd = self._receiving.fd
         # NNG 1.11 may leave its operations waiting for ever when the connection breaks
         # while it both sends and receives, but a copy of its descriptor tells.
-        self._fd = next((fd for fd in _descriptors() if _ports_of(fd) == ports), -1)
+        self._fd = next((fd for fd in descriptors() if ports_of(fd) == ports), -1)
         self._inode = inode(self._fd)
         self._copy = -1 if self._fd < 0 else os.dup(self._fd)
         self.watches = ((self._sending.fd, select.EPOLLIN), (self._copy, HANG_UP))
@@ -317,6 +221,14 @@ class TlsChannel(Channel):
             if self._copy >= 0:
                 os.close(self._copy)
 
+    def describe(self) -> Mapping[str, str]:
+        found = ffi.new("char **")
+        if lib.nng_stream_get_string(self._stream, b"tls-peer-cn", found):
+            return {}
+        name: bytes = ffi.string(found[0])
+        lib.nng_strfree(found[0])
+        return {"certificate": name.decode(errors="replace")}
+
     def freed(self) -> bool:
         return self._fd < 0 or inode(self._fd) != self._inode
 
@@ -336,188 +248,3 @@ def _port(stream: Any, name: bytes) -> int:
     if lib.nng_stream_get_addr(stream, name, address):
         return -1
     return socket.ntohs(int(address.s_in.sa_port))
-
-
-def _descriptors() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd")]
-
-
-def _ports_of(fd: int) -> list[int]:
-    """The ports at the ends of a TCP connection, or of a listener; else none."""
-    try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return []
-        with socket.socket(fileno=os.dup(fd)) as found:
-            if found.family not in (socket.AF_INET, socket.AF_INET6):
-                return []
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return [found.getsockname()[1]]
-            return [found.getsockname()[1], found.getpeername()[1]]
-    except OSError:
-        return []
-
-
-class Dialler:
-    """One attempt to connect.
-
-    Raises:
-        OSError: NNG does not take the address.
-    """
-
-    def __init__(self, address: str, config: Any) -> None:
-        self._operation = Operation()
-        made = ffi.new("nng_stream_dialer **")
-        try:
-            check(lib.nng_stream_dialer_alloc(made, address.encode()))
-        except OSError:
-            self._operation.close()
-            raise
-        self._dialer: Any = made[0]
-        check(lib.nng_stream_dialer_set_ptr(self._dialer, b"tls-config", config))
-        self._operation.begin(lambda aio: lib.nng_stream_dialer_dial(self._dialer, aio))
-
-    def fileno(self) -> int:
-        """Readable when it has ended."""
-        return self._operation.fd
-
-    def stream(self) -> Any:
-        """The stream, once.
-
-        Raises:
-            OSError: It could not connect.
-        """
-        check(self._operation.finish())
-        return self._operation.output()
-
-    def close(self) -> None:
-        """Free everything but the stream that was taken."""
-        operation = self._operation
-        if operation.running:
-            lib.nng_stream_dialer_close(self._dialer)
-            operation.wait()
-            if not operation.code():
-                lib.nng_stream_free(operation.output())
-        operation.close()
-        if self._dialer is not None:
-            lib.nng_stream_dialer_free(self._dialer)
-            self._dialer = None
-
-    def abandon(self) -> None:
-        """Let go of it in a forked child."""
-        self._operation.abandon()
-
-
-class Listener:
-    """A listening address, and the connections that come to it.
-
-    Raises:
-        OSError: It cannot be listened on.
-    """
-
-    def __init__(self, address: str, config: Any) -> None:
-        made = ffi.new("nng_stream_listener **")
-        check(lib.nng_stream_listener_alloc(made, address.encode()))
-        self._listener: Any = made[0]
-        self._operation = Operation()
-        try:
-            check(
-                lib.nng_stream_listener_set_ptr(self._listener, b"tls-config", config)
-            )
-            check(lib.nng_stream_listener_listen(self._listener))
-            port = ffi.new("int *")
-            name = b"tcp-bound-port"
-            check(lib.nng_stream_listener_get_int(self._listener, name, port))
-        except OSError:
-            self.close()
-            raise
-        self.port = int(port[0])
-        self._accept()
-
-    def _accept(self) -> None:
-        self._operation.begin(
-            lambda aio: lib.nng_stream_listener_accept(self._listener, aio)
-        )
-
-    def fileno(self) -> int:
-        """Readable when somebody has connected."""
-        return self._operation.fd
-
-    def accept(self) -> Any:
-        """The next connection's stream, or None."""
-        operation = self._operation
-        if not operation.has_ended():
-            return None
-        stream = None if operation.finish() else operation.output()
-        self._accept()
-        return stream
-
-    def close(self) -> None:
-        """Stop listening."""
-        operation = self._operation
-        lib.nng_stream_listener_close(self._listener)
-        if operation.running:
-            operation.wait()
-            if not operation.code():
-                lib.nng_stream_free(operation.output())
-        operation.close()
-        lib.nng_stream_listener_free(self._listener)
-
-    def abandon(self) -> None:
-        """Let go of it in a forked child."""
-        self._operation.abandon()
-        for fd in _descriptors():
-            if _ports_of(fd) == [self.port]:
-                os.close(fd)
-
-
-class TlsOptions:
-    """How members prove who they are, as NNG's configurations for both roles.
-
-    Args:
-        paths: PEM files: certificate, private key, authorities.
-        server_name: The name to ask every dialled member for; None: its host.
-
-    Raises:
-        OSError: A file cannot be read, or is not what it must be.
-    """
-
-    def __init__(self, paths: Sequence[str], server_name: str | None) -> None:
-        self._texts = []
-        for path in paths:
-            with open(path, "rb") as file:
-                self._texts.append(file.read())
-        self._server_name = server_name
-        self._clients: dict[str, Any] = {}
-        self.server = self._configure(lib.NNG_TLS_MODE_SERVER)
-
-    def client(self, host: str) -> Any:
-        """The configuration to dial a host with."""
-        name = self._server_name or host.strip("[]")
-        if name not in self._clients:
-            self._clients[name] = self._configure(lib.NNG_TLS_MODE_CLIENT, name)
-        return self._clients[name]
-
-    def _configure(self, mode: int, name: str = "") -> Any:
-        certificate, key, authorities = self._texts
-        made = ffi.new("nng_tls_config **")
-        check(lib.nng_tls_config_alloc(made, mode))
-        config = made[0]
-        own = lib.nng_tls_config_own_cert(config, certificate, key, ffi.NULL)
-        chain = lib.nng_tls_config_ca_chain(config, authorities, ffi.NULL)
-        for code, what in (
-            (own, "certificate and private_key"),
-            (chain, "authorities"),
-        ):
-            if code:
-                lib.nng_tls_config_free(config)
-                raise OSError(0, f"NNG does not accept {what}: {explain(code)}")
-        check(lib.nng_tls_config_auth_mode(config, lib.NNG_TLS_AUTH_MODE_REQUIRED))
-        if name:
-            check(lib.nng_tls_config_server_name(config, name.encode()))
-        return config
-
-    def close(self) -> None:
-        """Free them."""
-        for config in (self.server, *self._clients.values()):
-            lib.nng_tls_config_free(config)
-        self._clients.clear()

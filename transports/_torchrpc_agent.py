@@ -21,7 +21,9 @@ import datetime
 import errno
 import importlib
 import itertools
+import logging
 import os
+import pickle
 import resource
 import secrets
 import threading
@@ -33,7 +35,18 @@ import torch
 from mq.errors import ForkedProcess, TransportUnavailable
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
-from transports._torchrpc_calls import Peer, echo, failure, lifelines, receivers, rpc
+from transports._torchrpc_aliases import Aliases, Pairs
+from transports._torchrpc_calls import (
+    Peer,
+    echo,
+    failure,
+    lifelines,
+    receivers,
+    rpc,
+    total,
+)
+
+logger = logging.getLogger(__name__)
 
 UNAVAILABLE = ""
 """Why torch has no RPC here, or not the private interface that is needed."""
@@ -43,12 +56,14 @@ private: Any = None
 try:
     dist = importlib.import_module("torch.distributed")
     private = importlib.import_module("torch._C._distributed_rpc")
+    internal: Any = importlib.import_module("torch.distributed.rpc.internal")
     autograd: Any = importlib.import_module("torch.distributed.autograd")
 except (ImportError, AttributeError, RuntimeError) as error:
     UNAVAILABLE = f"{type(error).__name__}: {error}"
 
 TRANSPORTS: Final = ("uv", "ibv", "shm")
 CHANNELS: Final = ("cma", "basic", "mpt_uv")
+GPU_CHANNELS: Final = ("cuda_ipc", "cuda_gdr", "cuda_xth", "cuda_basic")
 MAX_PEERS: Final = 32767
 """Ids of peers are 16 bits wide and never used again."""
 SELF_TEST_SECONDS: Final = 10.0
@@ -59,6 +74,7 @@ _PRIVATE: Final = (
     "TensorPipeAgent",
     "WorkerInfo",
     "_get_current_rpc_agent",
+    "_invoke_rpc_python_udf",
     "_is_current_rpc_agent_set",
     "_reset_current_rpc_agent",
 )
@@ -73,18 +89,29 @@ class Options:
         transports: TensorPipe's transports by name, best first.
         channels: Its channels by name, best first.
         threads: Threads that run handlers and callbacks; with one, order is kept.
+        gpu: Whether channels may be those for GPUs, which touch the CUDA driver.
+        devices: The GPUs of this process whose tensors travel, by index.
+        maps: Device maps that peers may need, and how many peers of each there may be.
     """
 
     host: str = "127.0.0.1"
     transports: tuple[str, ...] = ("uv",)
     channels: tuple[str, ...] = ("cma", "basic")
     threads: int = 1
+    gpu: bool = False
+    devices: tuple[int, ...] = ()
+    maps: tuple[tuple[Pairs, int], ...] = ()
 
     def check(self) -> None:
         """Raises: ValueError, if TensorPipe would refuse this or abort the process."""
         for what, known, always, given in (
             ("transports", TRANSPORTS, "uv", self.transports),
-            ("channels", CHANNELS, "basic", self.channels),
+            (
+                "channels",
+                CHANNELS + GPU_CHANNELS * self.gpu,
+                "basic",
+                self.channels,
+            ),
         ):
             unknown = [name for name in given if name not in known]
             if unknown or len(set(given)) < len(given):
@@ -96,6 +123,23 @@ class Options:
                 )
         if not 1 <= self.threads <= 64:
             raise ValueError(f"threads is {self.threads}, but must be 1 to 64")
+
+
+def channels_here(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those channels that this build of torch has; all that the platform lacks, too."""
+    found = []
+    for name in names:
+        with contextlib.suppress(RuntimeError):  # Unknown channel
+            rpc.TensorPipeRpcBackendOptions(_channels=[name])
+            found.append(name)
+    return tuple(found)
+
+
+def gpus(indices: tuple[int, ...]) -> list[torch.device]:
+    """These GPUs as TensorPipe takes them, ready for its threads to use."""
+    if indices:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    return [torch.device("cuda", index) for index in indices]
 
 
 def unusable() -> str | None:
@@ -113,6 +157,7 @@ def unusable() -> str | None:
         (agent, "_update_group_membership"),
         (rpc.api, "_init_rpc_states"),
         (autograd, "_init"),
+        (internal, "PythonUDF"),
     ):
         if not hasattr(owner, name):
             missing.append(name)
@@ -139,7 +184,9 @@ class Agent:
         self.id = secrets.token_hex(16)
         self.url = self.worker = ""
         self.users = 0
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[tuple[str, Pairs], Peer] = {}
+        self._aliases = Aliases(options.maps)
+        self._devices: list[torch.device] = []
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._store: Any = None
@@ -161,10 +208,13 @@ class Agent:
         options, name = self.options, f"mq-{self.id}"
         self._store = dist.HashStore()
         self._store.set_timeout(datetime.timedelta(seconds=5))
+        self._devices = gpus(options.devices)
         backend = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=options.threads,
             rpc_timeout=60,
             init_method="unused://",
+            device_maps=self._aliases.declared() or None,
+            devices=self._devices or None,
             _transports=list(options.transports),
             _channels=list(options.channels),
         )
@@ -172,7 +222,7 @@ class Agent:
             autograd._init(0)
             with net.listen_on(options.host):
                 self._agent = private.TensorPipeAgent(
-                    self._store, name, 0, None, backend, {}, []
+                    self._store, name, 0, None, backend, {}, self._devices
                 )
                 rpc.api._init_rpc_states(self._agent)
             self.url = self._store.get(f"addrs/{name}").decode()
@@ -182,31 +232,35 @@ class Agent:
                 private._reset_current_rpc_agent()
             raise
 
-    def peer(self, id: str, url: str, worker: str) -> Peer:
+    def peer(self, id: str, url: str, worker: str, pairs: Pairs = ()) -> Peer:
         """The process with an agent of this id.
+
+        Args:
+            pairs: One of `Options.maps`, by which GPU tensors go there. Where all its
+                names are in use the peer is not `mapped`.
 
         Raises:
             OSError: It cannot be added; the text says why.
         """
         with self._lock:
-            known = self._peers.get(id)
+            known = self._peers.get((id, pairs))
             if known is not None and not known.lost:
                 return known
             try:
                 if self.worker:  # a lifeline would hang the application's shutdown
                     info = self._agent.get_worker_info(worker)
-                    known = Peer(info, has_lifeline=False)
+                    known = Peer(info, _call, has_lifeline=False)
                 else:
-                    known = self._add(url)
+                    known = self._add(url, pairs)
             except RuntimeError as error:
                 first = str(error).partition("\n")[0]
                 raise OSError(
                     f"the RPC agent does not take the peer: {first}"
                 ) from error
-            self._peers[id] = known
+            self._peers[id, pairs] = known
             return known
 
-    def _add(self, url: str) -> Peer:
+    def _add(self, url: str, pairs: Pairs = ()) -> Peer:
         _check_descriptors()
         number = next(self._ids)
         if number > MAX_PEERS:
@@ -214,12 +268,35 @@ class Agent:
                 f"this process has met {MAX_PEERS} others, more than an RPC agent can; "
                 "close all its torchrpc queues to start a new one"
             )
-        # Never removed: a removal races with calls under way in C++, and the id and
-        # the name cannot be used again anyway.
-        info = private.WorkerInfo(f"peer-{number}", number)
+        alias = self._alias(pairs) if pairs else ""
+        info = private.WorkerInfo(alias or f"peer-{number}", number)
         self._store.set(f"addrs/{info.name}", url)
-        self._agent._update_group_membership(info, [], {}, True)
-        return Peer(info, has_lifeline=True)
+        # Own devices are always told: TensorPipe forgets those that are not.
+        self._agent._update_group_membership(info, self._devices, {}, True)
+        return Peer(info, _call, has_lifeline=True, mapped=bool(alias))
+
+    def _alias(self, pairs: Pairs) -> str:
+        """A name with this device map, of a peer that is gone if need be."""
+        alias = self._aliases.take(pairs)
+        if alias:
+            return alias
+        # Only now, and only of peers to which nobody has a connection: in C++ a removal
+        # races with calls under way. Ids and other names are never used again.
+        for key, peer in list(self._peers.items()):
+            if peer.mapped and peer.lost and not peer.listeners:
+                info = peer.worker
+                self._agent._update_group_membership(info, self._devices, {}, False)
+                self._store.delete_key(f"addrs/{info.name}")
+                del self._peers[key]
+                self._aliases.give_back(info.name)
+        alias = self._aliases.take(pairs)
+        if not alias:
+            logger.warning(
+                "as many peers as there are names for use the device map %s: tensors "
+                "to one more are staged through host memory; raise max_gpu_peers",
+                pairs,
+            )
+        return alias
 
     def self_test(self) -> None:
         """Call this process through its own URL.
@@ -227,20 +304,33 @@ class Agent:
         Raises:
             RuntimeError: No answer, or a wrong one.
         """
-        answers: list[Any] = []
-        answered = threading.Event()
-
-        def note(future: Any) -> None:
-            answers.append(failure(future) or future.value())
-            answered.set()
-
         peer = self._add(self.url)
-        peer.call(echo, ((b"mq", torch.arange(5)),), note)
+        for sent in ([b"mq"], [b"mq", torch.arange(5)]):
+            answer = self._ask(peer, echo, (sent,), with_tensors=len(sent) > 1)
+            if len(answer) != len(sent) or not all(map(_equal, sent, answer)):
+                raise RuntimeError(f"a call to itself was answered by {answer!r}")
+        self._test_gpus()
+
+    def _test_gpus(self) -> None:
+        pairs = tuple((index, index) for index in sorted(self.options.devices))
+        if not pairs or not any(pairs == known for known, _ in self.options.maps):
+            return
+        peer = self._add(self.url, pairs)
+        sent = [torch.ones(1000, dtype=torch.uint8, device=d) for d in self._devices]
+        answer = self._ask(peer, total, (sent,), with_tensors=True)
+        if answer != [(str(device), 1000) for device in self._devices]:
+            raise RuntimeError(f"tensors on GPUs were answered by {answer!r}")
+
+    @staticmethod
+    def _ask(
+        peer: Peer, function: Any, args: tuple[Any, ...], with_tensors: bool
+    ) -> Any:
+        answered = threading.Event()
+        future = peer.call(function, args, with_tensors=with_tensors)
+        future.add_done_callback(lambda _: answered.set())
         if not answered.wait(SELF_TEST_SECONDS):
             raise RuntimeError(f"no answer within {SELF_TEST_SECONDS:g} s")
-        answer = answers[0]
-        if not isinstance(answer, tuple) or answer[1].tolist() != [0, 1, 2, 3, 4]:
-            raise RuntimeError(f"a call to itself was answered by {answer!r}")
+        return failure(future) or future.value()
 
     def close(self) -> None:
         """Stop; every call that is unanswered fails."""
@@ -262,6 +352,21 @@ class Agent:
         _abandoned.append((self, list(lifelines)))
 
 
+def _call(worker: Any, function: Any, args: tuple[Any, ...], with_tensors: bool) -> Any:
+    """What `Peer.call` does."""
+    if with_tensors:
+        return rpc.rpc_async(worker, function, args=args, timeout=0)
+    # What torch does for such a call, but for its pickler, which looks for tensors.
+    pickled = pickle.dumps(internal.PythonUDF(function, args, {}), 5)
+    return private._invoke_rpc_python_udf(worker, pickled, [], 0.0, True)
+
+
+def _equal(sent: Any, answer: Any) -> bool:
+    if isinstance(sent, torch.Tensor):
+        return isinstance(answer, torch.Tensor) and bool(sent.equal(answer))
+    return bool(sent == answer)
+
+
 def _check_descriptors() -> None:
     """Raises: OSError, where TensorPipe would abort for want of descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -280,7 +385,7 @@ def _check_descriptors() -> None:
 _lock = threading.Lock()
 _current: Agent | None = None
 _used_by = 0
-_tested = False
+_tested: set[tuple[int, ...]] = set()
 _abandoned: list[object] = []
 
 
@@ -328,16 +433,15 @@ def release(agent: Agent) -> None:
 
 
 def _start(options: Options) -> Agent:
-    global _tested
     agent = Agent(options)
     native.log_level.raise_to_errors()
     try:
         agent.start()
         if not agent.worker:
             net.check_url(agent.url, options.transports)
-            if not _tested:
+            if options.devices not in _tested:
                 agent.self_test()
-        _tested = True
+                _tested.add(options.devices)
     except OSError:
         _give_up(agent)
         raise

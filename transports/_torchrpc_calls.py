@@ -1,7 +1,7 @@
 """Calls between processes: what a peer calls here, and how it is called.
 
 This is what runs in TensorPipe's threads, in Python of necessity: `deliver`, `hold` and
-the callbacks of `Peer.call`. They only append to a deque and wake a poller.
+a few callbacks. They only append to a deque and wake a poller.
 """
 
 from __future__ import annotations
@@ -72,6 +72,12 @@ def echo(value: Any) -> Any:
     return done(value)
 
 
+@_later
+def total(tensors: list[Any]) -> Any:
+    """What this process calls to see whether tensors on its GPUs arrive on them."""
+    return done([(str(tensor.device), int(tensor.sum())) for tensor in tensors])
+
+
 def done(value: Any) -> Any:
     """A future that is resolved."""
     future = Future[Any]()
@@ -79,36 +85,47 @@ def done(value: Any) -> Any:
     return future
 
 
+Call = Callable[[Any, Any, tuple[Any, ...], bool], Any]
+"""Calls a worker's function: worker, function, arguments, whether with tensors."""
+
+
 class Peer:
     """Another process as this one's agent knows it; shared by all connections to it.
 
     Attributes:
+        mapped: Whether tensors on GPUs may be sent to it.
         lost: Why no call reaches it any more; "" while one may.
         listeners: Called with the reason, from any thread.
     """
 
-    def __init__(self, worker: Any, has_lifeline: bool) -> None:
+    def __init__(
+        self, worker: Any, call: Call, has_lifeline: bool, mapped: bool = False
+    ) -> None:
         self.worker = worker
+        self.mapped = mapped
         self.lost = ""
         self.listeners: dict[object, Callable[[str], None]] = {}
+        self._call = call
         if has_lifeline:
-            self.call(hold, (), self._ended)
+            self.call(hold, ()).add_done_callback(self._ended)
 
     def call(
-        self, function: Any, args: tuple[Any, ...], answered: Callable[[Any], None]
-    ) -> None:
+        self, function: Any, args: tuple[Any, ...], with_tensors: bool = False
+    ) -> Any:
         """Call a function there; never waits.
 
         Args:
             function: `deliver`, `hold` or `echo`.
             args: Tensors among them must not change until the answer.
-            answered: Called with the future, in a thread of TensorPipe's or at once.
+            with_tensors: Whether there are any.
+
+        Returns:
+            A future of the answer.
 
         Raises:
             RuntimeError: The agent or the peer is gone.
         """
-        future = rpc.rpc_async(self.worker, function, args=args, timeout=0)
-        future.add_done_callback(answered)
+        return self._call(self.worker, function, args, with_tensors)
 
     def _ended(self, future: Any) -> None:
         self.fail(failure(future) or "the peer ended the lifeline")

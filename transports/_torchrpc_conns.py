@@ -10,18 +10,20 @@ order; they are numbered and put in order in the mesh's thread.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
-import torch
 
+from mq.devices import Piece, leaving
 from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
 from transports import _torchrpc_calls as calls
+from transports._torchrpc_bodies import Body, is_tensor, outgoing, size_of
+from transports._torchrpc_pieces import unwrap, weight, wrapped
 
 if TYPE_CHECKING:
     from transports._torchrpc_control import Control, Greeting
@@ -31,12 +33,8 @@ CALLS: Final = 4
 """Calls under way at a time: enough to keep the wire busy, few enough to batch."""
 BATCH_BYTES: Final = 512 * 1024
 """A batch is closed once it has so much, but for its last message."""
-INLINE_BYTES: Final = 128 * 1024
-"""Bodies below this are copied into the call; others travel as tensors."""
 GRACE_SECONDS: Final = 2.0
 """How long what was sent before a goodbye may take to arrive after it."""
-
-Body = Any  # None, bytes or a tensor of bytes
 
 
 class RpcConn(Conn):
@@ -54,11 +52,12 @@ class RpcConn(Conn):
         self._first: What | None = None
         self._peer: calls.Peer | None = None
         self._theirs = b""
+        self._greeting: Greeting | None = None
         # sending
         self._unsent: deque[tuple[bytes, Body, int]] = deque()
-        self._answers: deque[tuple[int, str]] = deque()
+        self._calls: deque[tuple[Any, int]] = deque()
+        self._watched = False
         self._ahead = 0
-        self._calls = 0
         self._sent = 0
         self._issuing = False
         self._refused = False
@@ -89,18 +88,28 @@ class RpcConn(Conn):
             OSError: The peer cannot be added to the agent.
         """
         self._peer = self._link.agent.peer(
-            greeting.agent, greeting.url, greeting.worker
+            greeting.agent, greeting.url, greeting.worker, self._link.pairs(greeting)
         )
+        self.devices = self._link.carried(greeting, self._peer.mapped)
         self._theirs = bytes.fromhex(greeting.token)
+        self._greeting = greeting
         self._peer.listeners[self] = self._peer_lost
         self._first = first
         self._link.notice(self)
+
+    def describe(self) -> Mapping[str, str]:
+        return (
+            {}
+            if self._greeting is None
+            else self._link.describe_peer(self._greeting, self.devices)
+        )
 
     @property
     def unanswered(self) -> bool:
         """Whether calls are under way; their tensors are in use."""
         self._settle()
-        return self._calls > 0
+        self._watch()
+        return bool(self._calls)
 
     def _peer_lost(self, reason: str) -> None:
         self.reason = self.reason or f"TensorPipe lost the peer: {reason}"
@@ -127,33 +136,42 @@ class RpcConn(Conn):
     def try_send(
         self, head: bytes | bytearray | memoryview, body: memoryview | None = None
     ) -> bool:
+        nbytes = len(head) + (0 if body is None else body.nbytes)
+        if nbytes > self._link.largest:
+            self.fail(f"a message of {nbytes} bytes is outside the limits")
+            return True
+        return self._send(bytes(head), nbytes, body)
+
+    def try_send_piece(self, head: bytes, piece: Piece) -> bool:
+        return self._send(head, len(head) + weight(piece), piece)
+
+    def _send(self, head: bytes, nbytes: int, body: memoryview | Piece | None) -> bool:
         if self._peer is None or self.reason or self.closed:
             return True
         if self._issuing:  # a Ctrl-C came in the middle of a call
             self.fail("a message was interrupted while it was sent")
             return True
-        nbytes = len(head) + (0 if body is None else body.nbytes)
-        if not 0 < len(head) <= MAX_HEAD_BYTES or nbytes > self._link.largest:
-            self.fail(f"a message of {nbytes} bytes is outside the limits")
+        if not 0 < len(head) <= MAX_HEAD_BYTES:
+            self.fail(f"a head of {len(head)} bytes is outside the limits")
             return True
-        if self._answers:
+        if self._calls:
             self._settle()
         if self._ahead and self._ahead + nbytes > self._link.max_ahead:
             self._refused = True
-            self._settle()  # an answer that came before could not know
-            if self._ahead and self._ahead + nbytes > self._link.max_ahead:
-                return False
-            self._refused = False
-        self._unsent.append((bytes(head), _outgoing(body), nbytes))
+            self._watch()
+            return False
+        if not isinstance(body, Piece):
+            body = outgoing(body)
+        self._unsent.append((head, body, nbytes))
         self._ahead += nbytes
-        if self._calls >= CALLS:
-            self._settle()  # an answer that came before could not know of this message
         self._flush(CALLS)
+        if self._unsent:
+            self._watch()
         return True
 
     def _flush(self, most: int) -> None:
         """Send what waits, as far as so many calls may be under way."""
-        while self._unsent and self._calls < most and not self.reason:
+        while self._unsent and len(self._calls) < most and not self.reason:
             heads: list[bytes] = []
             bodies: list[Body] = []
             nbytes = 0
@@ -166,52 +184,63 @@ class RpcConn(Conn):
 
     def _issue(self, heads: list[bytes], bodies: list[Body], nbytes: int) -> None:
         assert self._peer is not None
-        answered = functools.partial(self._answered, nbytes)
+        bodies, pieces = wrapped(bodies)
+        arguments = (self._theirs, self._sent, heads, bodies)
+        with_tensors = bool(pieces) or any(map(is_tensor, bodies))
         self._issuing = True
-        self._calls += 1
         try:
-            self._peer.call(
-                calls.deliver, (self._theirs, self._sent, heads, bodies), answered
-            )
+            with leaving(pieces) if pieces else nullcontext():
+                call = self._peer.call(calls.deliver, arguments, with_tensors)
+            self._calls.append((call, nbytes))
         except RuntimeError as error:
-            self._calls -= 1
             self.fail(f"TensorPipe cannot reach the peer: {error}")
         self._sent += 1
         self._issuing = False
 
-    def _answered(self, nbytes: int, future: Any) -> None:
-        """A call ended; in a thread of TensorPipe's, or within `_issue`."""
-        problem = calls.failure(future)
-        if problem and self._peer is not None:
-            self._peer.fail(problem)  # so that the next dial takes a new connection
-        elif not future.value():
-            problem = "unheard"
-        self._answers.append((nbytes, problem))
-        if problem or self._refused or self._unsent or self.closed:
-            self._link.notice(self)
+    def _watch(self) -> None:
+        """Have the link look here when the oldest call is answered.
+
+        Only where something waits for that: a callback runs Python in a thread of
+        TensorPipe's, just when the mesh's thread wants to run.
+        """
+        if self._calls and not self._watched:
+            self._watched = True
+            self._calls[0][0].add_done_callback(self._answered)
+
+    def _answered(self, future: Any) -> None:
+        """In a thread of TensorPipe's, or within `_watch`."""
+        self._watched = False
+        self._link.notice(self)
 
     def _settle(self) -> None:
-        """Take note of the answers."""
-        while self._answers:
-            nbytes, problem = self._answers.popleft()
-            self._calls -= 1
+        """Take note of the answers, in the order of the calls."""
+        while self._calls and self._calls[0][0].done():
+            future, nbytes = self._calls.popleft()
             self._ahead -= nbytes
-            if problem == "unheard":
+            problem = calls.failure(future)
+            if problem:
+                if self._peer is not None:
+                    # So that the next dial takes a new connection.
+                    self._peer.fail(problem)
+                self.fail(f"TensorPipe lost the peer: {problem}")
+            elif not future.value():
                 # Its goodbye, which says how much to wait for, may still be coming.
                 self._unheard_at = self._unheard_at or time.monotonic()
-            elif problem:
-                self.fail(f"TensorPipe lost the peer: {problem}")
 
     # -- receiving ----------
 
     def arrive(self, sequence: int, heads: Any, bodies: Any) -> Any:
         """Take a batch; in a thread of TensorPipe's, as little as can be."""
-        nbytes = _checked(heads, bodies, self._link.chunk_bytes)
+        link = self._link
+        nbytes = None
+        if unwrap(bodies, link.devices, link.piece_bytes):
+            nbytes = size_of(heads, bodies, link.chunk_bytes)
         if nbytes is None or type(sequence) is not int:
             self._link.malformed += 1
             self.fail("the peer sent what no member does")
             return calls.done(False)
         answer = None
+        nbytes += sum(weight(body) for body in bodies if isinstance(body, Piece))
         with self._lock:
             if self.closed:
                 return calls.done(False)
@@ -241,7 +270,7 @@ class RpcConn(Conn):
         nbody = 0 if self._body is None else len(self._body)
         held: list[Any] = []
         with self._lock:
-            self._backlog -= len(head) + nbody
+            self._backlog -= len(head) + weight(self._body)
             if self._held and 2 * self._backlog <= self._link.max_ahead:
                 held, self._held = self._held, held
         self._answer(held, True)
@@ -262,6 +291,15 @@ class RpcConn(Conn):
             np.frombuffer(into, np.uint8)[:] = body.numpy()
         self._body = None
         return True
+
+    @property
+    def holds_piece(self) -> bool:  # type: ignore[override]
+        return isinstance(self._body, Piece)
+
+    def take_piece(self) -> Piece:
+        piece, self._body = self._body, None
+        assert isinstance(piece, Piece)  # asked for where `holds_piece`
+        return piece
 
     def discard_body(self) -> None:
         self._body = None
@@ -293,6 +331,8 @@ class RpcConn(Conn):
             return Event(first, self)
         self._settle()
         self._flush(CALLS)
+        if self._refused or self._unsent:
+            self._watch()
         if self._refused and 2 * self._ahead <= self._link.max_ahead:
             self._refused = False
             if not self.reason:
@@ -338,51 +378,3 @@ class RpcConn(Conn):
             self.control.send({"goodbye": self._sent})
         self.reason = self.reason or "closed"
         self._shut()
-
-
-def _outgoing(body: memoryview | None) -> Body:
-    """The body as it goes into a call; a tensor of its memory where it is large."""
-    if body is None:
-        return None
-    if body.nbytes < INLINE_BYTES:
-        return bytes(body)
-    array = np.frombuffer(body, np.uint8)
-    if body.readonly:  # torch warns, but nobody writes to it
-        array = np.asarray(_Writable(array))
-    return torch.from_numpy(array)
-
-
-class _Writable:
-    """Passes read-only memory off as writable."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        interface = dict(array.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        self.__array_interface__ = interface
-        self._owner = array
-
-
-def _checked(heads: Any, bodies: Any, chunk_bytes: int) -> int | None:
-    """The size of a batch in bytes; None: it is none."""
-    if type(heads) is not list or type(bodies) is not list or len(heads) != len(bodies):
-        return None
-    nbytes = 0
-    for head, body in zip(heads, bodies, strict=True):
-        if type(head) is not bytes or not 0 < len(head) <= MAX_HEAD_BYTES:
-            return None
-        nbytes += len(head)
-        if body is None:
-            continue
-        if isinstance(body, torch.Tensor):
-            if (
-                body.dtype != torch.uint8
-                or body.dim() != 1
-                or body.device.type != "cpu"
-            ):
-                return None
-        elif type(body) is not bytes:
-            return None
-        if not 0 < len(body) <= chunk_bytes:
-            return None
-        nbytes += len(body)
-    return nbytes

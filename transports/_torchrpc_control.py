@@ -40,7 +40,8 @@ class Greeting:
         token: What calls to this end of the connection must carry.
         link: The link that is dialled ("": whoever listens there).
         member: What device maps call this process.
-        cuda_devices: How many CUDA devices it has for tensors.
+        cuda_devices: How many CUDA devices it has.
+        gpus: Those of them that take tensors, by index.
     """
 
     torch: str
@@ -52,6 +53,7 @@ class Greeting:
     link: str = ""
     member: str = ""
     cuda_devices: int = 0
+    gpus: tuple[int, ...] = ()
     protocol: int = PROTOCOL
 
     def note(self) -> dict[str, Any]:
@@ -77,6 +79,7 @@ def greeting_of(note: dict[str, Any]) -> Greeting:
     if set(fields) != set(known):
         raise BadNote("a greeting with other fields")
     channels, count = fields["channels"], fields["cuda_devices"]
+    gpus = fields["gpus"]
     texts = [v for k, v in fields.items() if known[k].type == "str"]
     if (
         not all(isinstance(text, str) and len(text) <= 1024 for text in texts)
@@ -84,6 +87,8 @@ def greeting_of(note: dict[str, Any]) -> Greeting:
         or not all(isinstance(name, str) for name in channels)
         or type(count) is not int
         or not 0 <= count < 1024
+        or not isinstance(gpus, list)
+        or not all(type(gpu) is int and 0 <= gpu < count for gpu in gpus)
         or len(fields["token"]) != 32
     ):
         raise BadNote("a greeting of other types")
@@ -91,7 +96,8 @@ def greeting_of(note: dict[str, Any]) -> Greeting:
         bytes.fromhex(fields["token"])
     except ValueError as error:
         raise BadNote("a token that is none") from error
-    return Greeting(**{**fields, "channels": tuple(channels)})
+    exact = {"channels": tuple(channels), "gpus": tuple(gpus)}
+    return Greeting(**{**fields, **exact})
 
 
 class Control:

@@ -10,9 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from transports._torchrpc_aliases import Pairs
 
 DeviceMap = dict[str, dict[int, int]]
 """By peer: its GPU for each of ours."""
+
+LIVES: Final = 4
+"""Peers of one name that a process may know at a time, most of them gone."""
 
 _DEVICE = re.compile(r"(?:cuda:)?(\d{1,4})")
 
@@ -128,22 +134,74 @@ def check_local(wanted: DeviceMap, local: Sequence[int], count: int) -> None:
                 )
 
 
+def check_ranks(wanted: DeviceMap, world_size: int) -> None:
+    """Refuse a map that names a rank which the launcher has not started.
+
+    Raises:
+        ValueError: Names the entry.
+    """
+    for peer, pairs in wanted.items():
+        if peer.isdecimal() and int(peer) >= world_size:
+            entry = describe({peer: pairs}).partition(",")[0]
+            raise ValueError(
+                f"device map {entry}: no member is {peer!r}: WORLD_SIZE is "
+                f"{world_size}, so they are 0 to {world_size - 1}"
+            )
+
+
+def declared(wanted: DeviceMap, peer: str, local: Sequence[int]) -> Pairs:
+    """The map that TensorPipe is to have for a peer, whatever GPUs that has."""
+    pairs = wanted.get(peer)
+    if pairs is None:
+        pairs = {index: index for index in local}
+    return tuple(sorted(pairs.items()))
+
+
+def all_declared(
+    wanted: DeviceMap, local: Sequence[int], others: int
+) -> tuple[tuple[Pairs, int], ...]:
+    """All maps that peers may need, and how many peers of each there may be.
+
+    Args:
+        others: How many peers there may be that `wanted` does not name.
+    """
+    found = {declared({}, "", local): others}
+    for peer in wanted:
+        pairs = declared(wanted, peer, local)
+        found[pairs] = found.get(pairs, 0) + LIVES
+    return tuple((pairs, count) for pairs, count in found.items() if pairs)
+
+
 def resolve(
-    wanted: DeviceMap, peer: str, local: Sequence[int], remote_count: int
+    wanted: DeviceMap,
+    peer: str,
+    local: Sequence[int],
+    remote_count: int,
+    remote: Sequence[int] | None = None,
 ) -> dict[int, int]:
-    """The GPU of a peer for each of ours, once the peer has said how many it has.
+    """The GPU of a peer for each of ours, once the peer has said what it has.
+
+    Args:
+        remote_count: How many GPUs the peer has.
+        remote: Those of them that take part; None: all.
 
     Raises:
         ValueError: The map names a GPU that the peer does not have; names the entry.
     """
     pairs = wanted.get(peer)
+    there = range(remote_count) if remote is None else remote
     if pairs is None:
-        return {index: index for index in local if index < remote_count}
+        return {index: index for index in local if index in there}
     for ours, theirs in pairs.items():
         if theirs >= remote_count:
             raise ValueError(
                 f"device map {triple(peer, ours, theirs)}: member {peer!r} has no GPU "
                 f"{theirs}: {_there(remote_count)} there"
+            )
+        if theirs not in there:
+            raise ValueError(
+                f"device map {triple(peer, ours, theirs)}: GPU {theirs} of member "
+                f"{peer!r} is not among its local_devices={list(there)}"
             )
     return dict(pairs)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Iterator, Mapping
 
 import zmq
 
@@ -21,6 +23,14 @@ class Accepted(ZmqConn):
         self.identity = identity
         self.fd = fd
         self._router = router
+
+    def describe(self) -> Mapping[str, str]:
+        try:  # its address has no scheme
+            with socket.socket(fileno=os.dup(self.fd)) as found:
+                unix = found.family == socket.AF_UNIX
+        except OSError:  # it has gone
+            return {}
+        return {"wire": "ipc" if unix else "tcp"}
 
     def fail(self, reason: str, finished: bool = False) -> None:
         if not self.reason:
@@ -121,7 +131,8 @@ class Router:
 
     def _report(self) -> Iterator[Event]:
         port, busy = self.port, self.port.link.busy
-        self._say_goodbye()
+        if self._farewells:
+            self._say_goodbye()
         for _ in range(BURST):
             conn, taken = self.front(), port.taken
             while self._fresh:
@@ -133,8 +144,9 @@ class Router:
             yield conn.readable
             if port not in busy or port.taken == taken:  # the mesh comes back
                 return
-        yield from self._report_room()
-        if port in busy:
+        if self.refused:
+            yield from self._report_room()
+        if self.lost and port in busy:
             yield from self._report_lost()
         if port in busy and (not port.events() & IN or port.current is not None):
             del busy[port]

@@ -19,7 +19,8 @@ from mq.mesh.poller import Poller
 from mq.transport import Capabilities, Conn, What
 from transports._nng_conns import NngConn
 from transports._nng_pair import engine
-from transports._nng_tls import Dialler, Listener, TlsChannel, TlsOptions
+from transports._nng_streams import Dialler, Listener, TlsOptions
+from transports._nng_tls import TlsChannel
 from transports.nng import NngLink
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ and the size of /dev/shm does not matter.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 import secrets
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 from mq.borrowing import Mapping, Unmapped
-from mq.lending import MOST_SEGMENTS, Lender, Segment
+from mq.lending import MOST_SEGMENTS, Lender, Segment, seal
 from mq.mesh.poller import Poller
 from mq.stream.conn import StreamConn
 from mq.stream.descriptors import DescriptorConn, peer_user
@@ -36,6 +37,7 @@ _BUFFER_BYTES: Final = 4 << 20
 _NOTE: Final = struct.Struct("<BIQ")
 """What it is, the number of a segment, and its size."""
 _SEGMENT, _FORGET = 1, 2
+_PROOF_BYTES: Final = 16
 _MOST_BORROWED: Final = 4 * MOST_SEGMENTS
 """Segments of one peer, some of which it may be about to take back."""
 
@@ -50,6 +52,52 @@ class ShmConn(DescriptorConn):
         super().__init__(link, address, news)
         self._lent: set[int] = set()
         self._mappings: dict[int, Mapping | Unmapped] = {}
+        self._proof = secrets.token_bytes(_PROOF_BYTES)
+        self._asked = False
+        self._said = b""
+
+    def _establish(self) -> bool:
+        """See that both ends read each other's memory: each tells what is in it.
+
+        A byte with the descriptor of a memory goes each way, then the number in the
+        memory that the other end has sent.
+        """
+        if not self._asked:
+            self._asked = True
+            with _memory_of(self._proof) as fd:
+                self._send_descriptor(fd)
+        while not self.drained and len(self._said) < 1 + _PROOF_BYTES:
+            # No more than belongs to the proof: what follows is the link's hello.
+            left = 1 if not self._said else 1 + _PROOF_BYTES - len(self._said)
+            piece = bytearray(left)
+            count = self._take(memoryview(piece))
+            if not count:
+                break
+            if not self._said:
+                self._answer()
+            self._said += piece[:count]
+        if len(self._said) < 1 + _PROOF_BYTES:
+            return False
+        if not hmac.compare_digest(self._said[1:], self._proof):
+            raise OSError("this process shares no memory with it")
+        return True
+
+    def _send_descriptor(self, fd: int) -> None:
+        assert self._socket is not None
+        socket.send_fds(self._socket, [b"M"], [fd])
+
+    def _answer(self) -> None:
+        if not self.descriptors:
+            raise OSError("it does not pass descriptors of memory")
+        fd = self.descriptors.popleft()
+        try:
+            mapping = Mapping(fd, _PROOF_BYTES)
+            memory = mapping.borrow(0, _PROOF_BYTES, lambda n: memoryview(bytearray(n)))
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        finally:
+            os.close(fd)
+        self._send((memory.tobytes(),))
 
     @property
     def shm(self) -> ShmLink:
@@ -221,7 +269,7 @@ class ShmLink(StreamLink):
     def targets(self, address: str) -> Sequence[tuple[int, Any]]:
         return [(socket.AF_UNIX, _path(address))]
 
-    def describe(self, peer: Any) -> str:
+    def name_peer(self, peer: Any) -> str:
         return f"{_SCHEME}(accepted)"
 
     def tune(self, sock: socket.socket) -> None:
@@ -278,6 +326,18 @@ class ShmLink(StreamLink):
             with contextlib.suppress(OSError):
                 os.rmdir(self._directory)
             self._directory = None
+
+
+@contextlib.contextmanager
+def _memory_of(content: bytes) -> Iterator[int]:
+    """The descriptor of sealed memory that holds these bytes."""
+    fd = os.memfd_create("mq", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.write(fd, content)
+        seal(fd)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _path(address: str) -> str:

@@ -14,11 +14,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -29,15 +28,17 @@ from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_control as control
 from transports import _torchrpc_net as net
+from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import BadNote, Control, Greeting
+from transports._torchrpc_sockets import Sockets
 
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS: Final = 0.5
-MAX_STRANGERS: Final = 256
-"""Sockets that have not greeted yet; beyond, the oldest is closed."""
 LOOK_SECONDS: Final = 0.05
+CONTROL_SECONDS: Final = 0.001
+"""While messages come, the sockets beside them are looked at no more often."""
 
 
 class TorchRpcLink(Link):
@@ -52,16 +53,15 @@ class TorchRpcLink(Link):
         infiniband: Whether TensorPipe may use InfiniBand, which it then tries first.
         threads: Threads of TensorPipe's that take calls in; one is the fastest.
         greeting_timeout: Seconds that a socket may take to greet.
-        trusted_network: Whether to listen on addresses that other hosts can reach.
-            Whoever reaches TensorPipe's port can run code in this process.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         reach="network", survives_fork=False
     )
-    # Frames are dear (0.1 ms each) and copies cheap: with 1 MiB half the speed.
-    chunk_bytes = 8 * 1024 * 1024
-    max_ahead = 24 * 1024 * 1024
+    # A call with a tensor costs half a millisecond, as much as copying several MiB.
+    chunk_bytes = least_chunk_bytes = 12 * 1024 * 1024
+    max_ahead = 3 * chunk_bytes
+    _gpu: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -71,7 +71,6 @@ class TorchRpcLink(Link):
         infiniband: bool = False,
         threads: int = 1,
         greeting_timeout: float = 5.0,
-        trusted_network: bool = False,
     ) -> None:
         names = tuple(transports)
         if "ibv" in names and not infiniband:
@@ -81,23 +80,23 @@ class TorchRpcLink(Link):
         if not 0 < greeting_timeout < 3600:
             raise ValueError(f"greeting_timeout is {greeting_timeout} s")
         self._options = rpc_agent.Options(
-            transports=names, channels=tuple(channels), threads=threads
+            transports=names,
+            channels=tuple(channels),
+            threads=threads,
+            gpu=self._gpu,
         )
         self._options.check()
-        self.agent: rpc_agent.Agent
         self.malformed = 0
+        self.agent: rpc_agent.Agent
         self.largest = MAX_HEAD_BYTES + self.chunk_bytes
         self.noticed: dict[RpcConn, None] = {}
         self._greeting_timeout = greeting_timeout
-        self._trusted_network = trusted_network
         self._id = secrets.token_hex(8)
         self._open = self._closing = False
+        self._looked_at = 0.0
         self._woken = threading.Event()
-        self._listeners: dict[int, socket.socket] = {}
-        self._controls: dict[int, Control] = {}
-        self._conns: dict[int, RpcConn] = {}
+        self._sockets: Sockets
         self._alive: dict[RpcConn, None] = {}
-        self._strangers: dict[int, float] = {}
         self._again: dict[RpcConn, float] = {}
         self._leaving: dict[RpcConn, None] = {}
 
@@ -113,23 +112,23 @@ class TorchRpcLink(Link):
         wanted = list(listen) or [f"{net.SCHEME}127.0.0.1:0"]
         hosts = [net.split(address)[0] for address in wanted]
         for address in wanted:
-            if self.is_routable(address) and not self._trusted_network:
+            if self.is_routable(address) and not self.insecure:
                 raise ValueError(
                     f"listen={address!r} can be reached from other hosts, and whoever "
                     "reaches TensorPipe's port can run code in this process, with or "
-                    "without the secret: pass trusted_network=True if that is meant"
+                    "without the secret: pass insecure=True if that is meant"
                 )
         self._prepare(hosts)
         self._poller = poller
-        self._epoll = select.epoll()
+        self._sockets = Sockets(self, self._greeting_timeout)
         try:
             self.agent = rpc_agent.acquire(self._options)
         except BaseException:
-            self._epoll.close()
+            self._sockets.close()
             raise
         self._open = True
         try:
-            poller.register(self._epoll.fileno())
+            poller.register(self._sockets.epoll.fileno())
             self._check_host(hosts)
             return [self._listen(address) for address in wanted]
         except BaseException:
@@ -159,11 +158,9 @@ class TorchRpcLink(Link):
 
     def _listen(self, address: str) -> str:
         host, port, _ = net.split(address)
-        sock = control.listen(host if host != "*" else "0.0.0.0", port)
-        self._listeners[sock.fileno()] = sock
-        self._epoll.register(sock.fileno(), select.EPOLLIN)
+        port = self._sockets.listen(host if host != "*" else "0.0.0.0", port)
         host = addresses.reachable_host(f"[{host}]" if ":" in host else host)
-        return f"{net.SCHEME}{host}:{sock.getsockname()[1]}/{self._id}"
+        return f"{net.SCHEME}{host}:{port}/{self._id}"
 
     def new_token(self) -> bytes:
         """What the peer of a new connection must say."""
@@ -193,12 +190,9 @@ class TorchRpcLink(Link):
             nobody.fail(f"cannot dial {address}: {error}")
             return nobody
         conn = self._new(address, sock)
-        self._watch(sock)
-        self._conns[sock.fd] = conn
-        self._strangers[sock.fd] = time.monotonic() + self._greeting_timeout
+        self._sockets.add(sock, conn)
         conn.expect()
-        sock.send(self._greeting(conn, link).note())
-        self._epoll.modify(sock.fd, sock.events)
+        self._sockets.send(sock, self._greeting(conn, link).note())
         return conn
 
     def _new(self, address: str, sock: Control) -> RpcConn:
@@ -206,49 +200,20 @@ class TorchRpcLink(Link):
         self._alive[conn] = None
         return conn
 
-    def _watch(self, sock: Control) -> None:
-        self._controls[sock.fd] = sock
-        self._epoll.register(sock.fd, sock.events)
+    def read(self, sock: Control, note: dict[str, Any]) -> None:
+        """Take a note in.
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:  # the peer is gone already, or no descriptor is free
-            return
-        peer = Control(sock)
-        self._watch(peer)
-        self._strangers[peer.fd] = time.monotonic() + self._greeting_timeout
-        if len(self._strangers) > MAX_STRANGERS:
-            self._drop(
-                self._controls[next(iter(self._strangers))], "too many strangers"
-            )
-
-    def _serve(self, fd: int, mask: int) -> None:
-        """A socket of ours has something, or takes something."""
-        sock = self._controls.get(fd)
-        if sock is None:
-            return
-        if mask & select.EPOLLOUT:
-            sock.flush()
-        try:
-            while (note := sock.take()) is not None:
-                self._read(sock, note)
-            if not sock.ended:
-                self._epoll.modify(fd, sock.events)
-                return
-        except (BadNote, OSError) as error:
-            self._refuse(sock, str(error))
-            return
-        self._ended(sock)
-
-    def _read(self, sock: Control, note: dict[str, Any]) -> None:
-        conn = self._conns.get(sock.fd)
-        if conn is not None and "goodbye" in note and sock.fd not in self._strangers:
+        Raises:
+            BadNote, OSError: The socket must be closed; says why.
+        """
+        conn = self._sockets.conns.get(sock.fd)
+        stranger = sock.fd in self._sockets.strangers
+        if conn is not None and "goodbye" in note and not stranger:
             if type(note["goodbye"]) is not int or note["goodbye"] < 0:
                 raise BadNote("a goodbye that is none")
             conn.goodbye(note["goodbye"])
             return
-        if sock.fd not in self._strangers:
+        if not stranger:
             raise BadNote("a note that nobody expects")
         if conn is not None and isinstance(note.get("refused"), str):
             raise OSError(f"refused: {note['refused'][:1000]}")
@@ -256,13 +221,12 @@ class TorchRpcLink(Link):
         self._check(greeting)
         if conn is not None:
             conn.begin(greeting, What.OPENED)
-            del self._strangers[sock.fd]
+            self._sockets.know(sock, conn)
             return
         conn = RpcConn(self, f"{net.SCHEME}{sock.remote}", sock)
         conn.begin(greeting, What.ACCEPTED)
-        del self._strangers[sock.fd]
         self._alive[conn] = None
-        self._conns[sock.fd] = conn
+        self._sockets.know(sock, conn)
         conn.expect()
         sock.send(self._greeting(conn).note())
 
@@ -296,38 +260,6 @@ class TorchRpcLink(Link):
             except ValueError as error:
                 raise BadNote(str(error)) from error
 
-    def _refuse(self, sock: Control, reason: str) -> None:
-        """End a socket over what came from it; its peer is told why."""
-        self.malformed += 1
-        if sock.fd in self._strangers:
-            sock.send({"refused": reason})
-        logger.debug("refused %s: %s", sock.remote, reason)
-        self._drop(sock, reason)
-
-    def _ended(self, sock: Control) -> None:
-        conn = self._conns.get(sock.fd)
-        if sock.fd in self._strangers:
-            self.malformed += conn is None
-            self._drop(sock, f"nobody answers at this address ({sock.ended})")
-            return
-        self._forget_control(sock)
-        if conn is not None:
-            conn.control_ended()
-
-    def _drop(self, sock: Control, reason: str) -> None:
-        conn = self._conns.get(sock.fd)
-        self._forget_control(sock)
-        if conn is not None:
-            conn.fail(reason)
-
-    def _forget_control(self, sock: Control) -> None:
-        if self._controls.get(sock.fd) is sock:
-            del self._controls[sock.fd]
-            self._strangers.pop(sock.fd, None)
-            self._conns.pop(sock.fd, None)
-            self._epoll.unregister(sock.fd)
-        sock.close()
-
     # -- what happened ----------
 
     def notice(self, conn: RpcConn) -> None:
@@ -344,7 +276,7 @@ class TorchRpcLink(Link):
 
     def forget(self, conn: RpcConn) -> None:
         """A connection is closed: report nothing more of it."""
-        self._forget_control(conn.control)
+        self._sockets.forget(conn.control)
         self._alive.pop(conn, None)
         self.noticed.pop(conn, None)
         self._again.pop(conn, None)
@@ -354,12 +286,11 @@ class TorchRpcLink(Link):
     def poll(self) -> Iterator[Event]:
         if not self._open:
             return
-        for fd, mask in self._epoll.poll(0, 64):
-            if fd in self._listeners:
-                self._accept(self._listeners[fd])
-            else:
-                self._serve(fd, mask)
-        if self._strangers or self._again or self._leaving:
+        now = time.monotonic()
+        if not self.noticed or now - self._looked_at > CONTROL_SECONDS:
+            self._looked_at = now
+            self._sockets.look()
+        if self._sockets.strangers or self._again or self._leaving:
             self._look_after()
         for conn in list(self.noticed):
             if conn in self.noticed:
@@ -368,15 +299,44 @@ class TorchRpcLink(Link):
     def _look_after(self) -> None:
         """What time brings: silent strangers, late batches, answers to the closed."""
         now = time.monotonic()
-        for fd in [fd for fd, until in self._strangers.items() if until < now]:
-            self._drop(
-                self._controls[fd], f"no greeting within {self._greeting_timeout:g} s"
-            )
+        self._sockets.expire(now)
         for conn in [conn for conn, at in self._again.items() if at < now]:
             del self._again[conn]
             self.noticed[conn] = None
         for conn in [conn for conn in self._leaving if not conn.unanswered]:
             del self._leaving[conn]
+
+    def describe(self) -> Mapping[str, str]:
+        used = self.agent.options
+        if self.agent.worker:
+            return {"agent": f"the application's, {self.agent.worker!r} of its group"}
+        return {
+            "agent": self.agent.url,
+            "transports": ",".join(used.transports),
+            "channels": ",".join(used.channels),
+            "threads": str(used.threads),
+        }
+
+    def pairs(self, peer: Greeting) -> Pairs:
+        """The device map by which the agent is to know a peer; empty: none."""
+        return ()
+
+    def carried(self, peer: Greeting, mapped: bool) -> Mapping[str, str]:
+        """Devices whose tensors travel to a peer as they are, and where to.
+
+        Args:
+            mapped: Whether the agent knows the peer by `pairs`.
+        """
+        return {}
+
+    def describe_peer(
+        self, peer: Greeting, carried: Mapping[str, str]
+    ) -> dict[str, str]:
+        """How TensorPipe reaches a peer; `Conn.describe` says it."""
+        if peer.worker:
+            return {"agent": peer.worker}
+        common = [name for name in self._options.channels if name in peer.channels]
+        return {"agent": peer.url, "channels": ",".join(common)}
 
     def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
         usable = []
@@ -411,13 +371,8 @@ class TorchRpcLink(Link):
         self._open = False
         self.noticed.clear()
         self._leaving.clear()
-        for sock in list(self._controls.values()):
-            self._forget_control(sock)
-        for listener in self._listeners.values():
-            listener.close()
-        self._listeners.clear()
-        self._poller.unregister(self._epoll.fileno())
-        self._epoll.close()
+        self._poller.unregister(self._sockets.epoll.fileno())
+        self._sockets.close()
         rpc_agent.release(self.agent)
 
     def abandon(self) -> None:
@@ -425,11 +380,7 @@ class TorchRpcLink(Link):
         if not self._open:
             return
         self._open = False
-        self._epoll.close()
-        for listener in self._listeners.values():
-            listener.close()
-        for sock in self._controls.values():
-            sock.close()
+        self._sockets.close()
 
 
 def _release(version: str) -> str:

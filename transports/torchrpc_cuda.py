@@ -1,28 +1,35 @@
-"""torch.distributed.rpc among processes with GPUs: device maps are checked here."""
+"""torch.distributed.rpc among processes with GPUs: tensors travel by device maps."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, ClassVar, Final
 
 import torch
 
 from mq.mesh.poller import Poller
+from mq.transport import Capabilities
+from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_devices as devices
+from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import BadNote, Greeting
 from transports.torchrpc import TorchRpcLink
 
-logger = logging.getLogger(__name__)
+CHANNELS: Final = ("cma", "basic", "cuda_ipc", "cuda_basic")
+"""By default, as far as torch has them: `cuda_ipc` between processes of one host."""
+FALLBACK: Final = "cuda_basic"
+"""The channel that works between any two GPUs. Where an end lacks it nothing on a GPU
+may travel: without a channel for it TensorPipe aborts both processes."""
 
 
 class TorchRpcCudaLink(TorchRpcLink):
     """`TorchRpcLink` among processes with GPUs.
 
-    Tensors on a GPU are staged through host memory so far, as on every other link:
-    the map is checked and reported, but nothing travels by it yet.
+    A tensor on a GPU arrives on the GPU of the peer that the map names, without a stop
+    in host memory. What no map names is staged through host memory, as on other links.
 
     Args:
         device_map: ``{peer: {local GPU: peer's GPU}}``, or text such as
@@ -30,8 +37,17 @@ class TorchRpcCudaLink(TorchRpcLink):
         local_devices: The GPUs of this process that take part; default: all visible.
         map_name: What the device maps of others call this process; default: `MQ_NAME`,
             else `RANK`, of the environment.
-        options: Those of `TorchRpcLink`.
+        max_gpu_peers: Peers at a time, beside those that `device_map` names, to which
+            tensors on GPUs travel; to others they are staged. Each costs every call
+            about 0.1 us.
+        options: Those of `TorchRpcLink`, on top.
     """
+
+    # The CUDA driver keeps threads and descriptors until the process ends.
+    capabilities: ClassVar[Capabilities] = replace(
+        TorchRpcLink.capabilities, devices=frozenset({"cpu", "cuda"}), engine_stays=True
+    )
+    _gpu: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -39,26 +55,19 @@ class TorchRpcCudaLink(TorchRpcLink):
         device_map: str | Mapping[object, object] | None = None,
         local_devices: Sequence[object] | None = None,
         map_name: str | None = None,
-        transports: Sequence[str] = ("uv",),
-        channels: Sequence[str] = ("cma", "basic"),
-        infiniband: bool = False,
-        threads: int = 1,
-        greeting_timeout: float = 5.0,
-        trusted_network: bool = False,
+        max_gpu_peers: int = 64,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            transports=transports,
-            channels=channels,
-            infiniband=infiniband,
-            threads=threads,
-            greeting_timeout=greeting_timeout,
-            trusted_network=trusted_network,
-        )
+        if not 0 <= max_gpu_peers <= 4096:
+            raise ValueError(f"max_gpu_peers is {max_gpu_peers}, but must be 0 to 4096")
+        options.setdefault("channels", rpc_agent.channels_here(CHANNELS))
+        super().__init__(**options)
+        self._max_gpu_peers = max_gpu_peers
         environment = os.environ.get("MQ_NAME") or os.environ.get("RANK") or ""
         self._map_name = environment if map_name is None else map_name
         self._wanted = devices.parse(device_map)
         self._local_devices = local_devices
-        self.resolved: devices.DeviceMap = {}
+        self._met = {self._map_name}
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -79,23 +88,66 @@ class TorchRpcCudaLink(TorchRpcLink):
         count = torch.cuda.device_count()
         self._local = devices.local_devices(self._local_devices, count)
         devices.check_local(self._wanted, self._local, count)
-        return super().open(poller, listen, directory)
+        size = os.environ.get("WORLD_SIZE", "")
+        if size.isdecimal() and self._map_name == os.environ.get("RANK"):
+            devices.check_ranks(self._wanted, int(size))
+        others = self._max_gpu_peers + 1  # this process is one, for the self-test
+        self._options = replace(
+            self._options,
+            devices=self._local,
+            maps=devices.all_declared(self._wanted, self._local, others),
+        )
+        found = super().open(poller, listen, directory)
+        if FALLBACK in self._options.channels and not self.agent.worker:
+            self.devices = frozenset(f"cuda:{index}" for index in self._local)
+        return found
 
     def _greeting(self, conn: RpcConn, link: str = "") -> Greeting:
         return replace(
             super()._greeting(conn, link),
             member=self._map_name,
             cuda_devices=torch.cuda.device_count(),
+            gpus=self._local,
         )
 
     def _check(self, peer: Greeting) -> None:
         super()._check(peer)
         try:
-            found = devices.resolve(
-                self._wanted, peer.member, self._local, peer.cuda_devices
-            )
+            self._resolve(peer)
         except ValueError as error:
             raise BadNote(str(error)) from error
-        if peer.member and self.resolved.get(peer.member) != found:
-            self.resolved[peer.member] = found
-            logger.info("device map: %s", devices.describe({peer.member: found}))
+
+    def _resolve(self, peer: Greeting) -> devices.DeviceMap:
+        found = devices.resolve(
+            self._wanted, peer.member, self._local, peer.cuda_devices, peer.gpus
+        )
+        self._met.add(peer.member)
+        return {peer.member: found}
+
+    def pairs(self, peer: Greeting) -> Pairs:
+        return devices.declared(self._wanted, peer.member, self._local)
+
+    def carried(self, peer: Greeting, mapped: bool) -> Mapping[str, str]:
+        if not mapped or not self.devices or FALLBACK not in peer.channels:
+            return {}
+        (found,) = self._resolve(peer).values()
+        return {f"cuda:{ours}": f"cuda:{theirs}" for ours, theirs in found.items()}
+
+    def describe(self) -> Mapping[str, str]:
+        described = dict(super().describe())
+        described["local devices"] = ",".join(f"cuda:{index}" for index in self._local)
+        missing = {p: m for p, m in self._wanted.items() if p not in self._met}
+        if missing:
+            described["device map waits for"] = devices.describe(missing)
+        return described
+
+    def describe_peer(
+        self, peer: Greeting, carried: Mapping[str, str]
+    ) -> dict[str, str]:
+        described = super().describe_peer(peer, carried)
+        described["device map"] = devices.describe(self._resolve(peer))
+        described["tensors"] = "staged through host memory"
+        if carried:
+            pairs = (f"{ours} to {theirs}" for ours, theirs in carried.items())
+            described["tensors"] = ", ".join(pairs)
+        return described

@@ -101,7 +101,7 @@ class Driver(Publishing):
         """
         if self.closing or self.forked:
             self._refuse()
-        if timeout is not None:
+        if timeout is not None and not timeout >= 0:
             check_timeout(timeout)
         item = None
         try:

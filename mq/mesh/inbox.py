@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
 from mq.mesh.incoming import Entry, Item, Returned, Run, Source, Subscription
@@ -69,11 +70,14 @@ class Inbox:
 
         The caller calls `hand_over` when it has it, and `undo_take` after an exception.
         """
-        fifo = self.fifo
-        while fifo:
+        while fifo := self.fifo:
             item = fifo[0]
             kind = type(item)
             if kind is Run:
+                if item.copying is not None:  # type: ignore[union-attr]
+                    if self._bring_forward():
+                        continue
+                    return None
                 found = self._take_of(item)  # type: ignore[arg-type]
             elif kind is Source:
                 found = self._take_kept(item)  # type: ignore[arg-type]
@@ -85,6 +89,21 @@ class Inbox:
                 return found
             fifo.popleft()  # there is nothing left in it
         return None
+
+    def _bring_forward(self) -> bool:
+        """Put first what need not wait for a message that is still being copied."""
+        blocked: set[Source] = set()
+        for index, item in enumerate(self.fifo):
+            if isinstance(item, Run):
+                if item.copying is not None:
+                    blocked.add(item.source)
+                if item.source in blocked:
+                    continue
+            # In one step, so that an interrupt loses nothing.
+            before, after = islice(self.fifo, index), islice(self.fifo, index + 1, None)
+            self.fifo = deque(chain((item,), before, after))
+            return True
+        return False
 
     def _take_of(self, run: Run) -> Any:
         prepared = self._prepared
@@ -211,9 +230,16 @@ class Inbox:
                 kept.append(item)
             elif isinstance(item, Run):
                 dropped += len(item.areas) - item.taken
+                if item.copying is not None:
+                    item.copying.wanted = False
             else:
                 dropped += 1
-        self.fifo = kept  # in one step, so that an interrupt loses nothing
+        before, self.fifo = self.fifo, kept  # in one step: an interrupt loses nothing
+        for item in before:
+            if isinstance(item, Source) and _belongs(item, subscription):
+                # Source and entry refer to each other, and a borrowed area must not
+                # wait for the garbage collector to go back to its publisher.
+                item.kept.clear()
         return dropped
 
 

@@ -8,7 +8,7 @@ handling was interrupted can be handled again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mq.borrowing import Key, Returns, arm, is_borrowed
@@ -16,10 +16,14 @@ from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.large import Take
+from mq.mesh.stream import Stream
 from mq.mesh.wire import Chunk, Lent, Malformed
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
+    from mq.devices import Piece
+    from mq.frames import Spread
+    from mq.mesh.copying import Copies, Copying
     from mq.mesh.session import Session
 
 Borrow = Callable[[int, int, int, Take], memoryview]
@@ -33,7 +37,7 @@ class Entry(NamedTuple):
     source: Source
     sequence: int
     published_at: float
-    area: memoryview
+    area: memoryview | Spread
 
 
 class Run:
@@ -44,22 +48,33 @@ class Run:
         nbytes: Size of the areas together.
         taken: How many `recv` has taken, where `Inbox.prepared` says nothing newer.
         counted: How many of these the credit and the counters know of.
+        copying: Until it is copied into memory of the receiver's own: how far that is.
     """
 
-    __slots__ = ("areas", "counted", "first", "nbytes", "source", "taken", "times")
+    __slots__ = (
+        "areas",
+        "copying",
+        "counted",
+        "first",
+        "nbytes",
+        "source",
+        "taken",
+        "times",
+    )
 
     def __init__(
         self,
         source: Source,
         first: int,
         times: tuple[float, ...],
-        areas: list[memoryview],
+        areas: Sequence[memoryview | Spread],
     ) -> None:
         self.source = source
         self.first = first
         self.times = times
         self.areas = areas
         self.nbytes = sum(map(len, areas))
+        self.copying: Copying | None = None
         self.taken = 0
         self.counted = 0
 
@@ -68,17 +83,6 @@ class Run:
         return Entry(
             self.source, self.first + index, self.times[index], self.areas[index]
         )
-
-
-class _Stream:
-    """A large message of which some chunks have arrived."""
-
-    __slots__ = ("area", "next_offset", "sequence")
-
-    def __init__(self, sequence: int, area: memoryview) -> None:
-        self.sequence = sequence
-        self.area = area
-        self.next_offset = 0
 
 
 class Subscription:
@@ -223,7 +227,7 @@ class Source:
         self.kept: deque[Entry] = deque(maxlen=subscription.keep)
         self.arrivals: deque[Arrivals] = deque(maxlen=1)
         self.lent: dict[int, object] = {}
-        self._stream: _Stream | None = None
+        self._stream: Stream | None = None
 
     @property
     def confirmed(self) -> bool:
@@ -347,8 +351,11 @@ class Source:
         borrow: Borrow,
         take: Take,
         returns: Returns,
+        copies: Copies,
     ) -> bool:
         """Take a message where it lies in the publisher's memory.
+
+        Who does not view it there gets a copy, which is begun.
 
         Returns:
             Whether it is still needed there. False: it was taken before and nobody has
@@ -370,11 +377,14 @@ class Source:
         except ValueError as error:
             raise Malformed(str(error)) from error
         in_place = is_borrowed(area)
+        run = Run(self, sequence, (lent.published_at,), [area])
         if in_place:
             token = object()
             self.lent[sequence] = token
             arm(area, returns, Key(self, sequence, token))
-        self.arrived(fifo, Run(self, sequence, (lent.published_at,), [area]))
+            if self.subscription.keep is None and not self.subscription.zero_copy:
+                copies.begin(run)
+        self.arrived(fifo, run)
         return in_place
 
     def has_returned(self, key: Key) -> bool:
@@ -382,18 +392,26 @@ class Source:
         return self.lent.get(key.sequence) is key.token and key.sequence <= self.newest
 
     def place(
-        self, chunk: Chunk, nbytes: int, limit: int, take: Take
+        self,
+        chunk: Chunk,
+        nbytes: int,
+        limit: int,
+        take: Take,
+        sizes: tuple[int, ...] = (),
     ) -> memoryview | None:
         """Put a chunk's first part in its place; where the body of `nbytes` goes.
 
         None if the chunk is not wanted any more.
+
+        Args:
+            nbytes: Of a body in host memory.
+            sizes: Of the message's areas on devices.
 
         Raises:
             Malformed: The chunk does not fit to those before it, or to the limits.
         """
         if chunk.sequence <= self.newest:
             return None
-        place = chunk.body_place(nbytes)
         stream = self._stream
         if chunk.offset == 0 and (stream is None or stream.sequence != chunk.sequence):
             self._check_credit(chunk.sequence)
@@ -401,38 +419,36 @@ class Source:
                 raise Malformed(
                     f"announces {chunk.total} bytes, max_message_bytes is {limit}"
                 )
-            if place.stop > chunk.total:
+            if chunk.body_place(nbytes).stop > chunk.total - sum(sizes):
                 raise Malformed("chunk larger than its message")
-            stream = self._stream = _Stream(chunk.sequence, take(chunk.total))
+            stream = self._stream = Stream(chunk, sizes, take)
         if stream is None or stream.sequence != chunk.sequence:
             raise Malformed("chunk of a message that did not begin")
-        if chunk.total != len(stream.area):
-            raise Malformed("message changes its size")
-        if chunk.offset < stream.next_offset:
-            return None
-        latest = stream.next_offset + wire.MAX_GAP
-        if chunk.offset > latest or place.stop > chunk.total:
-            raise Malformed("chunk out of place")
-        part = chunk.part
-        stream.area[chunk.offset : chunk.offset + len(part)] = part
-        return stream.area[place]
+        return stream.place(chunk, nbytes, sizes)
+
+    def land(self, place: wire.Piece, piece: Piece) -> None:
+        """Put a tensor in its place, after `place` has taken what came with it.
+
+        Raises:
+            Malformed: It does not fit to those before it.
+        """
+        stream = self._stream
+        if stream is not None and stream.sequence == place.chunk.sequence:
+            stream.land(place, piece)
 
     def placed(self, chunk: Chunk, nbytes: int, last: bool, fifo: deque[Item]) -> None:
         """The body of a chunk is in its place; the last one completes the message."""
         stream = self._stream
         if stream is None or stream.sequence != chunk.sequence:
             return
-        stop = chunk.body_place(nbytes).stop
-        if not last:
-            stream.next_offset = stop
-            return
         # Until the message is in the inbox its last chunk may come again.
-        if stop + wire.MAX_GAP < len(stream.area):
-            raise Malformed("message ends early")
-        self.arrived(
-            fifo, Run(self, chunk.sequence, (chunk.published_at,), [stream.area])
-        )
-        self._stream = None
+        stream.placed(chunk, nbytes, last)
+        if last:
+            content = stream.content()
+            self.arrived(
+                fifo, Run(self, chunk.sequence, (chunk.published_at,), [content])
+            )
+            self._stream = None
 
 
 class Arrivals(NamedTuple):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
-from mq.transport import CHUNK_BYTES
+from mq.frames import align
+from mq.transport import CHUNK_BYTES, PIECE_BYTES
 
 if TYPE_CHECKING:
+    from mq.devices import Piece
     from mq.frames import Frames
     from mq.lending import Block
 
@@ -30,15 +33,28 @@ class Chunk:
         part: The small pieces and the pads between them, copied.
         view: The slice; the caller's memory until `own`. None: there is none.
         owned: Whether nobody will write to that memory while a view of it exists.
+        piece: A tensor in place of the slice.
+        area, start: To which of the message's areas it belongs, and where in it.
     """
 
-    __slots__ = ("offset", "owned", "part", "view")
+    __slots__ = ("area", "offset", "owned", "part", "piece", "start", "view")
 
-    def __init__(self, offset: int, part: bytes, view: memoryview | None) -> None:
+    def __init__(
+        self,
+        offset: int,
+        part: bytes,
+        view: memoryview | None,
+        piece: Piece | None = None,
+        area: int = 0,
+        start: int = 0,
+    ) -> None:
         self.offset = offset
         self.part = part
         self.view = view
         self.owned = view is None
+        self.piece = piece
+        self.area = area
+        self.start = start
 
     def own(self, take: Take) -> None:
         """Copy the slice into memory of the pool, once for all subscribers."""
@@ -60,9 +76,20 @@ class Large:
             `cut_block` of a message in shared memory.
         owned: Whether nothing of it is the caller's memory.
         block: All of it in memory that some peers read in place, if it is there.
+        areas: Sizes in bytes of its areas on devices.
+        devices: Those devices.
     """
 
-    __slots__ = ("_chunk_bytes", "_nbytes", "block", "chunks", "owned")
+    __slots__ = (
+        "_chunk_bytes",
+        "_nbytes",
+        "_staged",
+        "areas",
+        "block",
+        "chunks",
+        "devices",
+        "owned",
+    )
 
     def __init__(
         self,
@@ -70,39 +97,83 @@ class Large:
         chunks: list[Chunk | None],
         block: Block | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        areas: tuple[int, ...] = (),
+        devices: frozenset[str] = frozenset(),
     ) -> None:
         self._nbytes = nbytes
         self._chunk_bytes = chunk_bytes
+        self._staged: Large | None = None
         self.chunks = chunks
         self.block = block
+        self.areas = areas
+        self.devices = devices
         self.owned = block is not None
 
     def cut_block(self) -> None:
         """Cut what lies in shared memory, for those who cannot read it there."""
         if self.block is None or self.chunks:
             return
-        area = self.block.area
+        self._cut_own(self.block.area)
+
+    def _cut_own(self, memory: memoryview) -> None:
+        """Cut memory that holds all of it."""
         chunks: list[Chunk | None] = []
-        for begin, slice_ in _slices(area, _usual(self._nbytes, self._chunk_bytes)):
+        for begin, slice_ in _slices(memory, _usual(self._nbytes, self._chunk_bytes)):
             chunk = Chunk(begin, b"", slice_)
             chunk.owned = True
             chunks.append(chunk)
         self.chunks = chunks  # in one step: an interrupt before it leaves none
 
+    def stage(self, take: Take) -> Large:
+        """All of it in host memory, for those who do not get its areas otherwise.
+
+        Copied once, and it waits for that. Every chunk must still be there.
+        """
+        if self._staged is None:
+            memory = take(self._nbytes)
+            begins = list(
+                accumulate(self.areas, initial=self._nbytes - sum(self.areas))
+            )
+            for chunk in self.chunks:
+                assert chunk is not None
+                end = chunk.offset + len(chunk.part)
+                memory[chunk.offset : end] = chunk.part
+                if chunk.view is not None:
+                    begin = align(end) if chunk.part else end
+                    memory[begin : begin + len(chunk.view)] = chunk.view
+                elif chunk.piece is not None:
+                    begin = begins[chunk.area] + chunk.start
+                    chunk.piece.copy_to(memory[begin : begin + len(chunk.piece)])
+            staged = Large(self._nbytes, [], chunk_bytes=self._chunk_bytes)
+            staged._cut_own(memory)
+            staged.owned = True
+            self._staged = staged
+        return self._staged
+
     def __len__(self) -> int:
         return self._nbytes
 
-    def own(self, take: Take, needed: Iterable[int]) -> None:
-        """Copy the chunks still needed, so that the caller's memory is free again."""
+    def own(
+        self, take: Take, needed: Iterable[int], most_bytes: int | None = None
+    ) -> bool:
+        """Copy the chunks still needed, or about so many bytes of them.
+
+        Returns:
+            Whether that was all, so that the caller's memory is free again.
+        """
         if self.owned:
-            return
-        keep = set(needed)
+            return True
+        keep, copied = set(needed), 0
         for index, chunk in enumerate(self.chunks):
-            if chunk is not None and index in keep:
-                chunk.own(take)
-            else:
+            if chunk is None or index not in keep:
                 self.chunks[index] = None
+            elif not chunk.owned:
+                if most_bytes is not None and copied >= most_bytes:
+                    return False
+                chunk.own(take)
+                copied += 0 if chunk.view is None else len(chunk.view)
         self.owned = True
+        return True
 
     def free_before(self, index: int) -> None:
         """Every subscriber has the chunks before this one: let their memory go."""
@@ -111,15 +182,22 @@ class Large:
             self.chunks[index] = None
 
 
-def cut(frames: Frames, chunk_bytes: int) -> Large:
+def cut(
+    frames: Frames,
+    chunk_bytes: int,
+    least: int = CHUNK_BYTES,
+    piece_bytes: int = PIECE_BYTES,
+) -> Large:
     """Cut an area into chunks: slices of its large pieces, small ones with the next.
 
     Args:
         chunk_bytes: What the links carry. Only messages of many times that size are cut
             so coarsely: several chunks must be under way for the copies at both ends to
             overlap, and another topic's message waits for one of them.
+        least: The size of the chunks of smaller messages.
+        piece_bytes: The size of tensors, all but the last of an area.
     """
-    chunk_bytes = _usual(frames.nbytes, chunk_bytes)
+    chunk_bytes = _usual(frames.nbytes, chunk_bytes, least)
     chunks: list[Chunk | None] = []
     gathered = min(GATHER_BYTES, chunk_bytes)
     offset, part = 0, b""
@@ -138,13 +216,29 @@ def cut(frames: Frames, chunk_bytes: int) -> Large:
                 part = b""
             else:
                 chunks.append(Chunk(start + begin, b"", slice_))
-    if part:
-        chunks.append(Chunk(offset, part, None))
-    return Large(frames.nbytes, chunks)
+    if not frames.areas:
+        if part:
+            chunks.append(Chunk(offset, part, None))
+        return Large(frames.nbytes, chunks)
+    for index, area in enumerate(frames.areas):
+        start = 0
+        for piece in area.pieces(piece_bytes):
+            if not part:
+                offset = frames.nbytes
+            chunks.append(Chunk(offset, part, None, piece, index, start))
+            start += len(piece)
+            part = b""
+    return Large(
+        frames.nbytes,
+        chunks,
+        chunk_bytes=chunk_bytes,
+        areas=tuple(area.nbytes for area in frames.areas),
+        devices=frozenset(area.device for area in frames.areas),
+    )
 
 
-def _usual(nbytes: int, chunk_bytes: int) -> int:
-    return min(chunk_bytes, max(CHUNK_BYTES, nbytes // MOST_CHUNKS))
+def _usual(nbytes: int, chunk_bytes: int, least: int = CHUNK_BYTES) -> int:
+    return min(chunk_bytes, max(least, nbytes // MOST_CHUNKS))
 
 
 def _slices(view: memoryview, chunk_bytes: int) -> Iterator[tuple[int, memoryview]]:

@@ -64,7 +64,9 @@ class Mesh:
         self._take = take
         self.stats = MeshStats()
         chunk_bytes = min(link.chunk_bytes for link in links)
-        self.publisher = Publisher(take, chunk_bytes)
+        least = min(chunk_bytes, *(link.least_chunk_bytes for link in links))
+        piece_bytes = min(link.piece_bytes for link in links)
+        self.publisher = Publisher(take, chunk_bytes, least, piece_bytes)
         returns = Returns(lambda: self.wake())
         self.subscriber = Subscriber(take, config.max_message_bytes, returns)
         self.sessions: dict[str, Session] = {}
@@ -113,12 +115,15 @@ class Mesh:
             session = self._watches.get(fd)
             if session is not None:
                 self._check_process(session)
+        subscriber = self.subscriber
         for _ in range(ROUNDS_PER_POLL):
             self.reader.stopped_early = False
             for link in self.links:
                 for event in link.poll():
                     self._handle(event)
-                    if until_message and self.subscriber.inbox.fifo:
+                    if until_message and subscriber.inbox.fifo:
+                        if subscriber.copies:
+                            subscriber.copies.go_on()
                         self._unfinished = True
                         self._polling = False
                         return
@@ -129,6 +134,11 @@ class Mesh:
                 self.greetings.attempt_due(now)
             self._last_poll = now
             self._unfinished = self.pump(now, flush) or self.reader.stopped_early
+            if subscriber.copies:
+                subscriber.copies.go_on()
+                self.changed += 1
+                self._unfinished = True
+                break  # there may be something to take now
             if not self._unfinished:
                 break
         self._polling = False
@@ -220,7 +230,9 @@ class Mesh:
         self.watch(session)
         session.pump(now)
         self.changed += 1
-        logger.debug("session with %s over %s", session.name, conn.address)
+        if logger.isEnabledFor(logging.INFO):
+            more = "".join(f", {k} {v}" for k, v in conn.describe().items())
+            logger.info("session with %s over %s%s", session.name, conn.address, more)
         return session
 
     def watch(self, session: Session) -> None:

@@ -290,6 +290,12 @@ class Topic:
         known, count, sum_ = self._summed
         if known is log:
             total = sum_
+            left = len(log) - count
+            if left < 2:  # so it is for messages that go alone
+                if left:
+                    total += len(log[-1][1])
+                    self._summed = (log, count + 1, total)
+                return total
         else:
             count = 0
         total += _size(log[count:])
@@ -328,7 +334,8 @@ class Topic:
 
     def has_credit(self) -> bool:
         """Whether every keep-all subscriber has room for one more message."""
-        return self.newest + 1 < self.limit_sequence and self.total() < self.limit_total
+        base, _, log = self.view
+        return base + len(log) < self.limit_sequence and self.total() < self.limit_total
 
     def waits_for(self) -> list[Feed]:
         """The subscribers that have no credit."""
@@ -338,11 +345,12 @@ class Topic:
         self, published_at: float, data: bytes | Large, retain: bool
     ) -> Outgoing:
         """Number the message and put it into the log, in one step."""
-        message = Outgoing(published_at, data, self.newest + 1)
+        base, _, log = self.view
+        message = Outgoing(published_at, data, base + len(log))
         if retain:
-            append_to_all((self.view[2], self._retained), message)
+            append_to_all((log, self._retained), message)
         else:
-            self.view[2].append(message)
+            log.append(message)
         return message
 
     def trim(self) -> None:
@@ -354,7 +362,8 @@ class Topic:
         if count > 0:
             left = log[count:]
             total = self.total()
-            self.view = (base + count, total - _size(left), left)
+            before = total - _size(left) if left else total
+            self.view = (base + count, before, left)
             self._summed = (left, len(left), total)  # lets the old log go
             self.close_gate()
 

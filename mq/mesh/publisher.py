@@ -26,10 +26,14 @@ MAX_FEEDS_PER_PEER = 65536
 class Publisher:
     """Topics of this member and the feeds of their subscribers."""
 
-    def __init__(self, take: Take, chunk_bytes: int) -> None:
+    def __init__(
+        self, take: Take, chunk_bytes: int, least_chunk_bytes: int, piece_bytes: int
+    ) -> None:
         self.topics: dict[str, Topic] = {}
         self._take = take
         self._chunk_bytes = chunk_bytes
+        self._least_chunk_bytes = least_chunk_bytes
+        self._piece_bytes = piece_bytes
 
     def topic(self, name: str) -> Topic:
         """The topic of this name, made when first asked for."""
@@ -93,10 +97,12 @@ class Publisher:
         data: bytes | Large
         if block is not None:
             data = Large(frames.nbytes, [], block, self._chunk_bytes)
-        elif frames.nbytes <= INLINE_BYTES:
+        elif frames.nbytes <= INLINE_BYTES and not frames.areas:
             data = frames.pack()
         else:
-            data = cut(frames, self._chunk_bytes)
+            data = cut(
+                frames, self._chunk_bytes, self._least_chunk_bytes, self._piece_bytes
+            )
             if retain:
                 data.own(self._take, range(len(data.chunks)))
         message = topic.commit(published_at, data, retain)
@@ -126,22 +132,45 @@ class Publisher:
             return
         message.data.free_before(min(s.first_needed(topic, message) for s in sessions))
 
-    def own(self, topic: Topic, message: Outgoing, sessions: Iterable[Session]) -> None:
-        """Copy what of a large message is still needed; the caller's memory is free."""
+    def own(
+        self,
+        topic: Topic,
+        message: Outgoing,
+        sessions: Iterable[Session],
+        most_bytes: int | None = None,
+    ) -> bool:
+        """Copy what of a large message is still needed, or so many bytes of it.
+
+        Returns:
+            Whether that was all, so that the caller's memory is free.
+        """
         large = message.data
         if not isinstance(large, Large) or large.owned:
-            return
+            return True
         needed: set[int] = set()
         for session in sessions:
             if session.conn is not None:
                 session.conn.let_go()
             needed |= session.chunks_needed(topic, message)
-        large.own(self._take, needed)
+        return large.own(self._take, needed, most_bytes)
 
     def close_gates(self) -> None:
         """Have the next message on every topic looked at."""
         for topic in list(self.topics.values()):
             topic.close_gate()
+
+    def fill_pieces(self, frames: Frames) -> None:
+        """Copy what is on devices, which `publish` would do else."""
+        for area in frames.areas:
+            area.pieces(self._piece_bytes)
+
+    def carried(self, topic: Topic) -> set[str] | None:
+        """Devices whose tensors some subscriber gets from there; None: there is none.
+
+        For those who do not get them so they are copied into host memory once.
+        """
+        found = [feed.session.devices or {} for feed in topic.feeds]
+        return set().union(*found) if found else None
 
     # -- what peers ask for ----------
 
@@ -253,8 +282,11 @@ class Publisher:
                 else:
                     self._drop(feed)
             topic.refresh()
+            topic.total()  # it may still refer to messages that have left the log
             self._own_all(logged[1] for logged in topic.view[2])
         for session in sessions:
+            if session.conn is not None:
+                session.conn.let_go()
             self._own_all(frame.large for frame in session.frames)
             for feed in session.feeds.values():
                 if feed.progress is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from mq.buffers import copy
 from mq.errors import PublishTimeout
 from mq.mesh import wire
-from mq.mesh.large import INLINE_BYTES
+from mq.mesh.large import INLINE_BYTES, Large
 from mq.mesh.lead import Lead
 from mq.mesh.mesh import Mesh
 from mq.mesh.outgoing import Outgoing, Topic
@@ -29,6 +29,9 @@ COMPLAIN_SECONDS: Final = 5.0
 COPY_BYTES_PER_SECOND: Final = 2e9
 """Assumed speed of copying a large message aside; see `_stream`."""
 
+OWN_BYTES: Final = 32 << 20
+"""How much is copied aside at a time, between looks at what else there is to do."""
+
 
 def check_timeout(timeout: float | None) -> None:
     """Raises: ValueError, TypeError, if this is no time to wait."""
@@ -37,7 +40,11 @@ def check_timeout(timeout: float | None) -> None:
 
 
 class Publishing(Lead):
-    """The publishing calls on a mesh; any thread may make them."""
+    """The publishing calls on a mesh; any thread may make them.
+
+    Attributes:
+        devices: Of which some connection may carry tensors.
+    """
 
     def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
         super().__init__(mesh, poller, where)
@@ -46,6 +53,7 @@ class Publishing(Lead):
         lenders = [link.lender for link in mesh.links if link.lender is not None]
         self._lender = lenders[0] if lenders else None
         self._told: set[Session] = set()
+        self.devices = frozenset[str]().union(*(link.devices for link in mesh.links))
         self._waits: Counter[Session] = Counter()
 
     def join(self, name: str, data: bytes) -> bool:
@@ -93,6 +101,7 @@ class Publishing(Lead):
             block is None
             and self._lender is not None
             and frames.nbytes > INLINE_BYTES
+            and not frames.areas
             and self._is_to_be_lent(name, frames, retain, deadline, only_try)
         ):
             block, waits = self._take_block(name, frames.nbytes, deadline, only_try)
@@ -101,6 +110,8 @@ class Publishing(Lead):
             if block is not None:
                 for start, piece in frames.segments():
                     copy(piece, block.area[start : start + len(piece)])
+        if frames.areas:
+            self._publisher.fill_pieces(frames)
         with self.lock:
             if self.closing or self.forked or self.mesh.replaced:
                 self._refuse()
@@ -138,18 +149,18 @@ class Publishing(Lead):
         except BaseException:
             self.mesh.recover()
             if message is not None:
-                self._own(topic, message)
+                self._own(topic, message, None)
             raise
-        if frames.nbytes > INLINE_BYTES and block is None:
+        if type(message.data) is Large and block is None:
             self._stream(topic, message, stream)
             now = time.monotonic()
         self._sent(now, held_until)
         if held_until is not None:
             topic.open_gate(now, published_at)
 
-    def _own(self, topic: Topic, message: Outgoing) -> None:
+    def _own(self, topic: Topic, message: Outgoing, most_bytes: int | None) -> bool:
         sessions = list(self.mesh.sessions.values())
-        self._publisher.own(topic, message, sessions)
+        return self._publisher.own(topic, message, sessions, most_bytes)
 
     def _stream(self, topic: Topic, message: Outgoing, wait: bool) -> None:
         """Send a large message as the wire takes it; copy the rest aside.
@@ -158,7 +169,9 @@ class Publishing(Lead):
         costs at most about as long as copying the rest would, so the sum is never more
         than twice the better of the two.
         """
-        budget = 0.002 + len(message.data) / COPY_BYTES_PER_SECOND
+        assert isinstance(message.data, Large)
+        to_copy = len(message.data) - sum(message.data.areas)
+        budget = 0.002 + to_copy / COPY_BYTES_PER_SECOND
         deadline = time.monotonic() + (budget if wait else 0.0)
         sessions = [feed.session for feed in topic.feeds]
         try:
@@ -169,9 +182,21 @@ class Publishing(Lead):
                     break
                 self._poll()
                 self._publisher.free_received(topic, message, sessions)
+            while not self._own(topic, message, OWN_BYTES):
+                self._poll()  # new memory may be slow, and peers must hear of us
         finally:
-            self._own(topic, message)
+            self._own(topic, message, None)
             self._leave()
+
+    def carried(self, name: str) -> frozenset[str]:
+        """Devices whose tensors are to stay there for the next message on a topic.
+
+        All of the transport's, while nobody listens.
+        """
+        with self.lock:
+            topic = self._topics.get(name)
+            found = None if topic is None else self._publisher.carried(topic)
+        return self.devices if found is None else frozenset(found)
 
     # -- shared memory ----------
 

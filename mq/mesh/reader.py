@@ -123,8 +123,19 @@ class Reader:
             return
         if number != session.received + 1:
             raise Malformed(f"frame {number} after {session.received}")
-        if kind == wire.CHUNK:
-            self._chunk(session, conn, memoryview(head), flags, number, nbody, now)
+        if kind == wire.PIECE and flags & wire.FLAG_TENSOR:
+            self._tensor(session, conn, memoryview(head), flags, number, nbody, now)
+            return
+        if nbody and conn.holds_piece:
+            raise Malformed(f"frame {kind} with a tensor")
+        if kind in (wire.CHUNK, wire.PIECE):
+            view = memoryview(head)
+            sizes: tuple[int, ...] = ()
+            if kind == wire.PIECE:
+                chunk, _, _, sizes = wire.parse_piece(view)
+            else:
+                chunk = wire.parse_chunk(view)
+            self._chunk(session, conn, chunk, sizes, flags, number, nbody, now)
             return
         if nbody:
             raise Malformed(f"frame {kind} with a body")
@@ -163,16 +174,16 @@ class Reader:
         self,
         session: Session,
         conn: Conn,
-        head: memoryview,
+        chunk: wire.Chunk,
+        sizes: tuple[int, ...],
         flags: int,
         number: int,
         nbody: int,
         now: float,
     ) -> None:
-        chunk = wire.parse_chunk(head)
         if not nbody and not chunk.part:
             raise Malformed("chunk of nothing")
-        place = self._subscriber.place(session, chunk, nbody)
+        place = self._subscriber.place(session, chunk, nbody, sizes)
         if place is None:
             if nbody:
                 conn.discard_body()
@@ -182,6 +193,28 @@ class Reader:
             self._finish_body(session, conn, now)
         else:
             self._placed(session, chunk, 0, flags, number, now)
+
+    def _tensor(
+        self,
+        session: Session,
+        conn: Conn,
+        head: memoryview,
+        flags: int,
+        number: int,
+        nbody: int,
+        now: float,
+    ) -> None:
+        """A frame whose body is on a device: no memory is taken for it but there."""
+        if not nbody or not conn.holds_piece:
+            raise Malformed("a piece without its tensor")
+        place = wire.parse_piece(head)
+        chunk = place.chunk
+        if self._subscriber.place(session, chunk, 0, place.sizes) is None:
+            conn.discard_body()
+            self._received(session, number, flags, now)
+            return
+        self._subscriber.land(session, place, conn.take_piece())
+        self._placed(session, chunk, 0, flags, number, now)
 
     def _finish_body(self, session: Session, conn: Conn, now: float) -> bool:
         assert session.partial is not None
@@ -262,5 +295,5 @@ class Reader:
                 "dropped a frame of %s at %s: %s (further ones are only counted)",
                 who or "an unknown peer",
                 address or "an unknown address",
-                error,
+                str(error),  # a log that keeps it must not keep its traceback
             )

@@ -22,6 +22,7 @@ from mq.mesh.wire import Malformed
 from mq.stats import PeerStats
 
 if TYPE_CHECKING:
+    from mq.devices import Piece
     from mq.lending import Block
     from mq.mesh.config import Watch
     from mq.transport import Conn
@@ -60,6 +61,8 @@ class Session:
         fate: Why the session was forgotten; None while it lives.
         sending: Whether a message is being handed to the engine right now.
         lends: Whether large messages are lent to the peer in place of sent.
+        devices: Whose tensors travel to the peer, and where they arrive there; None
+            before the first connection.
         lent: By subscription and sequence, the memory of messages that the peer was
             told of and has not released.
     """
@@ -106,6 +109,7 @@ class Session:
         self.introduced = False
         self.partial: tuple[wire.Chunk, int, int, memoryview] | None = None
         self.lends = False
+        self.devices: dict[str, str] | None = None
         self.lent: dict[tuple[int, int], Block] = {}
 
     @property
@@ -140,9 +144,12 @@ class Session:
         self.forget_received(received)
         if not conn.lends and any(f.kind == wire.LENT for f in self.frames):
             raise Malformed("resumed where the memory already lent cannot be read")
+        if self.devices not in (None, dict(conn.devices)):
+            raise Malformed("resumed where tensors arrive on other devices")
         self.repair()
         self.conn = conn
         self.lends = conn.lends
+        self.devices = dict(conn.devices)
         self.wire = conn.address
         self.sent = 0
         self.blocked = False
@@ -273,7 +280,7 @@ class Session:
         head = wire.HEADER.pack(
             frame.kind, frame.flags, 0, frame.number, self.received
         ) + b"".join(frame.parts)
-        body = None
+        body: memoryview | Piece | None = None
         self.sending = True
         if frame.large is None:
             accepted = conn.try_send(head)
@@ -289,8 +296,12 @@ class Session:
             assert chunk is not None  # kept until this frame is received
             if conn.keeps_body:
                 chunk.own(self._take)
-            body = chunk.view
-            accepted = conn.try_send(head, body)
+            if chunk.piece is None:
+                body = chunk.view
+                accepted = conn.try_send(head, body)
+            else:
+                body = chunk.piece
+                accepted = conn.try_send_piece(head, body)
         self.sending = False
         if not accepted:
             return False
@@ -392,6 +403,8 @@ class Session:
     def _append_chunk(self, feed: Feed, message: Outgoing, large: Large) -> None:
         index = 0 if feed.progress is None else feed.progress[1]
         large.cut_block()
+        if not large.devices.issubset(self.devices or ()):
+            large = large.stage(self._take)
         chunk = large.chunks[index]
         assert chunk is not None
         last = index + 1 == len(large.chunks)
@@ -403,14 +416,20 @@ class Session:
             len(large),
             chunk.offset,
         )
+        parts = [head, chunk.part]
+        if large.areas:
+            place = wire.pack_piece(chunk.area, chunk.start, large.areas)
+            parts.insert(1, place)
         flags = wire.FLAG_LAST if last else 0
+        if chunk.piece is not None:
+            flags |= wire.FLAG_TENSOR
         if last or (index + 1) % CHUNKS_PER_ANSWER == 0:
             flags |= wire.FLAG_ANSWER
         self._append(
             Frame(
-                wire.CHUNK,
+                wire.PIECE if large.areas else wire.CHUNK,
                 self.number + 1,
-                [head, chunk.part],
+                parts,
                 flags,
                 [(feed, message.sequence)] if last else None,
                 large,

@@ -10,6 +10,7 @@ from mq.borrowing import Returns
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
+from mq.mesh.copying import Copies
 from mq.mesh.inbox import Inbox
 from mq.mesh.incoming import Arrivals, Borrow, Run, Source, Subscription
 from mq.mesh.large import Take
@@ -17,6 +18,7 @@ from mq.mesh.wire import Chunk, Malformed, Subscribed
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
+    from mq.devices import Piece
     from mq.mesh.session import Session
 
 SUBSCRIPTIONS_PER_FRAME: Final = 200
@@ -32,10 +34,12 @@ class Subscriber:
     Attributes:
         owed: Sessions for which `take` queued credit, until the caller sends it.
         returns: Views of publishers' memory that have died, until `give_back`.
+        copies: Messages that are being copied from there.
     """
 
     def __init__(self, take: Take, max_message_bytes: int, returns: Returns) -> None:
         self.returns = returns
+        self.copies = Copies(take)
         self.topics: dict[str, Subscription] = {}
         self.inbox = Inbox()
         self._by_id: dict[int, Subscription] = {}
@@ -200,7 +204,8 @@ class Subscriber:
                 raise Malformed(f"a message of {largest} bytes is over the limit")
             if source is not None:
                 source.arrived(self.inbox.fifo, Run(source, first, times, areas))
-                self._activate(source)
+                if not source.active:
+                    self._activate(source)
 
     def _activate(self, source: Source) -> None:
         """A publisher that begins to publish gets the share of those that do."""
@@ -216,16 +221,32 @@ class Subscriber:
                 raise Malformed(f"subscription {subscription} never existed")
             return None
         source = known.sources.get(session)
-        if source is None or not source.confirmed:
+        if source is None or not source.arrivals:
             raise Malformed(f"message for unconfirmed subscription {subscription}")
         return source
 
-    def place(self, session: Session, chunk: Chunk, nbytes: int) -> memoryview | None:
-        """Where the body of a chunk goes; None if nobody wants the chunk."""
+    def place(
+        self,
+        session: Session,
+        chunk: Chunk,
+        nbytes: int,
+        sizes: tuple[int, ...] = (),
+    ) -> memoryview | None:
+        """Where the body of a chunk goes; None if nobody wants the chunk.
+
+        Args:
+            sizes: Of the message's areas on devices.
+        """
         source = self._source(session, chunk.subscription)
         if source is None:
             return None
-        return source.place(chunk, nbytes, self._limit, self._take)
+        return source.place(chunk, nbytes, self._limit, self._take, sizes)
+
+    def land(self, session: Session, place: wire.Piece, piece: Piece) -> None:
+        """A tensor has arrived, for which there was a place."""
+        source = self._source(session, place.chunk.subscription)
+        if source is not None:
+            source.land(place, piece)
 
     def placed(self, session: Session, chunk: Chunk, nbytes: int, last: bool) -> None:
         """The body of a chunk is in its place."""
@@ -242,7 +263,7 @@ class Subscriber:
         if source is not None:
             fifo = self.inbox.fifo
             in_place = source.borrow(
-                lent, self._limit, fifo, borrow, self._take, self.returns
+                lent, self._limit, fifo, borrow, self._take, self.returns, self.copies
             )
             self._activate(source)
         if not in_place:

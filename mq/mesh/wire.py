@@ -13,7 +13,8 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from mq.frames import align
+from mq import extensions as ext
+from mq.frames import align, align_area
 
 MAGIC: Final = b"MQMESH"
 PROTOCOL_VERSION: Final = 1
@@ -36,6 +37,7 @@ BYE: Final = 17
 ACCEPTS: Final = 18
 WAITING: Final = 19
 LENT: Final = 20
+PIECE: Final = 21
 # In a session, not numbered.
 RECEIVED: Final = 30
 FENCED: Final = 31
@@ -49,6 +51,7 @@ of the first. Their times (f64), sizes (u32) and areas follow, each kind togethe
 RUN_BYTES: Final = RUN.size
 ALONE: Final = struct.Struct("<IIQdI")
 """The head of a run of one message, with its time and size."""
+_ONE: Final = struct.Struct("<dI")
 MESSAGE_BYTES: Final = 12
 """What a message of a run takes besides its area: time and size."""
 CHUNK_HEAD: Final = struct.Struct("<IIQdQQ")
@@ -59,8 +62,14 @@ LENT_HEAD: Final = struct.Struct("<IIQdQQ")
 
 FLAG_ANSWER: Final = 1
 """The sender waits for this frame's RECEIVED: answer at once."""
+PIECE_HEAD: Final = struct.Struct("<HHIQ")
+"""Follows `CHUNK_HEAD` in a PIECE: area of the body, areas of the message, zero, offset
+of the body in its area; the sizes of all areas (u64), then the first part."""
+
 FLAG_LAST: Final = 2
-"""This CHUNK is the last of its message."""
+"""This CHUNK or PIECE is the last of its message."""
+FLAG_TENSOR: Final = 4
+"""The body of this PIECE is a tensor and belongs to an area."""
 MAX_SEQUENCE: Final = 2**63 - 1
 MAX_GAP: Final = 63
 """Bytes of padding between buffers that a CHUNK may skip at most."""
@@ -188,6 +197,14 @@ def runs(
             raise Malformed(f"run of {count} messages in {size - start} bytes")
         if first + count > MAX_SEQUENCE:
             raise Malformed(f"run from sequence {first}")
+        if count == 1:  # a message that somebody waits for
+            published_at, nbytes = _ONE.unpack_from(view, start)
+            start += MESSAGE_BYTES + nbytes
+            if start > size:
+                raise Malformed("run longer than its frame")
+            area = view[start - nbytes : start]
+            yield subscription, first, (published_at,), [area]
+            continue
         numbers = struct.unpack_from(f"<{count}d{count}I", view, start)
         start += count * MESSAGE_BYTES
         ends = list(accumulate(numbers[count:], initial=start))
@@ -218,6 +235,10 @@ class Chunk(NamedTuple):
 
 def parse_chunk(view: memoryview) -> Chunk:
     """Raises: Malformed, if the head is not that of a CHUNK."""
+    return _chunk(view, HEADER_BYTES + CHUNK_HEAD.size)
+
+
+def _chunk(view: memoryview, start: int) -> Chunk:
     try:
         subscription, size, sequence, published_at, total, offset = (
             CHUNK_HEAD.unpack_from(view, HEADER_BYTES)
@@ -226,10 +247,54 @@ def parse_chunk(view: memoryview) -> Chunk:
         raise Malformed("head of a chunk cut off") from error
     if sequence > MAX_SEQUENCE:
         raise Malformed(f"chunk of sequence {sequence}")
-    part = view[HEADER_BYTES + CHUNK_HEAD.size :]
+    part = view[start:]
     if len(part) != size:
         raise Malformed(f"a first part of {len(part)} bytes in place of {size}")
     return Chunk(subscription, sequence, published_at, total, offset, part)
+
+
+class Piece(NamedTuple):
+    """The head of a PIECE frame: a chunk of a message that has areas on devices.
+
+    Attributes:
+        chunk: Where its first part belongs, and the body where that is no tensor.
+        area: To which area a tensor belongs.
+        start: Where in it.
+        sizes: Of all areas, in bytes.
+    """
+
+    chunk: Chunk
+    area: int
+    start: int
+    sizes: tuple[int, ...]
+
+
+def pack_piece(area: int, start: int, sizes: Sequence[int]) -> bytes:
+    """What follows `CHUNK_HEAD` in a PIECE, before the first part."""
+    count = len(sizes)
+    return PIECE_HEAD.pack(area, count, 0, start) + struct.pack(f"<{count}Q", *sizes)
+
+
+def parse_piece(view: memoryview) -> Piece:
+    """Raises: Malformed, if the head is not that of a PIECE."""
+    place = HEADER_BYTES + CHUNK_HEAD.size
+    try:
+        area, count, _, start = PIECE_HEAD.unpack_from(view, place)
+        place += PIECE_HEAD.size
+        sizes = struct.unpack_from(f"<{count}Q", view, place)
+    except struct.error as error:
+        raise Malformed("head of a piece cut off") from error
+    chunk = _chunk(view, place + 8 * count)
+    if not 0 < count <= ext.MAX_AREAS or area >= count:
+        raise Malformed(f"area {area} of {count}")
+    host = chunk.total - sum(sizes)
+    if (
+        host <= 0
+        or align(host) != host
+        or any(n < 1 or align_area(n) != n for n in sizes)
+    ):
+        raise Malformed(f"areas of {sizes} bytes in a message of {chunk.total}")
+    return Piece(chunk, area, start, sizes)
 
 
 class Lent(NamedTuple):

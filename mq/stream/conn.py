@@ -231,13 +231,13 @@ class StreamConn(Framing):
 
     def delivered(self) -> bool:
         """Whether the peer's kernel has everything that was sent."""
-        return not self._rest and not (
+        return not (self._rest or self._sealed) and not (
             self._socket is not None and self._link.unsent(self._socket)
         )
 
     def _wind_up(self) -> None:
         sock = self._socket
-        if not (self._rest or self._said_all) and sock is not None:
+        if not (self._rest or self._sealed or self._said_all) and sock is not None:
             self._said_all = True
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _KERNEL_MOST: Final = 253
 """Descriptors that the kernel passes with one call at most."""
 _ROOM: Final = socket.CMSG_SPACE(_KERNEL_MOST * array("i").itemsize)
+# As numbers: socket's enumerations take microseconds to combine.
+_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED: Final = int(socket.MSG_CTRUNC)
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
@@ -69,15 +72,13 @@ class DescriptorConn(StreamConn):
     def _receive_with(self, target: memoryview) -> int:
         """`recv_into` that keeps the descriptors that come with the bytes."""
         assert self._socket is not None
-        count, extras, flags, _ = self._socket.recvmsg_into(
-            [target], _ROOM, socket.MSG_CMSG_CLOEXEC
-        )
+        count, extras, flags, _ = self._socket.recvmsg_into((target,), _ROOM, _CLOEXEC)
         if extras:
             for level, kind, data in extras:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     whole = len(data) - len(data) % array("i").itemsize
                     self.descriptors.extend(array("i", data[:whole]))
-        if flags & socket.MSG_CTRUNC:
+        if flags & _TRUNCATED:
             raise OSError(
                 "descriptors that the peer passed could not be received: this process "
                 "has as many as it may; raise `ulimit -n`"

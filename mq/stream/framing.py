@@ -65,6 +65,7 @@ class Framing(Conn):
         self._link = link
         self._shut = True  # not open, or lost, or a rest must leave first
         self._rest: list[memoryview] = []
+        self._sealed = memoryview(b"")  # what a subclass took and has not sent
         self._borrows = False  # the last of the rest is the caller's memory
         self._aside = bytearray()
         self._refused = False
@@ -109,7 +110,7 @@ class Framing(Conn):
             self.torn = False
             self._cut(f"{_LOST}: {error}")
             return True
-        if sent != total:
+        if sent != total or self._sealed:
             self._keep_rest(sent, head, body)
         self.torn = False
         return True
@@ -134,7 +135,7 @@ class Framing(Conn):
         front = SIZES.pack(len(head), nbody) + head
         if sent < len(front):
             self._rest.append(memoryview(front)[sent:])
-        if body is not None:
+        if body is not None and sent < len(front) + nbody:
             self._rest.append(body[max(0, sent - len(front)) :])
             self._borrows = True
         self._shut = True
@@ -152,10 +153,12 @@ class Framing(Conn):
 
     def flush(self) -> None:
         """The socket has room: send the rest, then let messages be tried again."""
-        if self.torn or self._gone:
+        if self.torn:
+            self._refuse()
+        if self._gone:
             return
         rest = self._rest
-        if rest:
+        if rest or self._sealed:
             self.torn = True
             try:
                 sent = self._send(rest)
@@ -169,7 +172,7 @@ class Framing(Conn):
             except OSError as error:
                 self._cut(f"{_LOST}: {error}")
             self.torn = False
-        if not rest and not self.reason:
+        if not (rest or self._sealed or self.reason):
             self._shut = False
             self._found_room()
 

@@ -134,13 +134,13 @@ class StreamLink(Link):
                 self._deaf[listener] = time.monotonic() + _DEAF_SECONDS
                 return
             sock.setblocking(False)
-            conn = self._new(self.describe(peer), What.ACCEPTED)
+            conn = self._new(self.name_peer(peer), What.ACCEPTED)
             self.strangers[conn] = time.monotonic()
             if len(self.strangers) > _STRANGERS:
                 self._turn_away(next(iter(self.strangers)))
             conn.start(sock)
 
-    def describe(self, peer: Any) -> str:
+    def name_peer(self, peer: Any) -> str:
         """The address of an accepted peer, for people to read."""
         return str(peer)
 

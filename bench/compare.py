@@ -1,0 +1,215 @@
+"""Two runs side by side: what got slower or faster between them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from bench import plan, report, tables
+from bench.baselines import is_baseline
+from bench.rows import size_text
+from bench.summary import Row, Run, number
+
+DESCRIPTION = """\
+Compare two runs, cell by cell: how many times as long B takes as A (for rates: how many
+times as few per second), by the medians over the rounds, with the range that the single
+rounds span. A cell counts as slower or faster if the rounds of the two runs do not
+overlap. Bare libraries and limits tell how far the machine itself has changed."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One cell in two runs.
+
+    Attributes:
+        ratio: Time of B by time of A; above 1 is slower.
+        low, high: The least and the greatest ratio of single rounds.
+        rounds: Of A and of B.
+        lost: Messages lost in A and in B.
+    """
+
+    workload: str
+    nbytes: int
+    transport: str
+    ratio: float
+    low: float
+    high: float
+    rounds: tuple[int, int]
+    lost: tuple[float, float]
+
+    @property
+    def verdict(self) -> str:
+        """ "slower" or "faster" if the rounds do not overlap, else nothing."""
+        if self.low > 1:
+            return "slower"
+        return "faster" if self.high < 1 else ""
+
+    def title(self) -> str:
+        """The cell in words."""
+        size = f" {size_text(self.nbytes)}" if self.nbytes else ""
+        return f"{self.workload}{size} {self.transport}"
+
+
+def changes(before: Run, after: Run) -> list[Change]:
+    """The cells that both runs have measured, in the order of A."""
+    found = []
+    for old in before.rows:
+        new = after.row(old.workload, old.nbytes, old.transport)
+        if new is not None and old.values:
+            found.append(_change(old, new))
+    return found
+
+
+def _change(old: Row, new: Row) -> Change:
+    a, b = list(old.values.values()), list(new.values.values())
+    if not plan.WORKLOADS[old.workload].lower_is_better:
+        a, b = [1 / value for value in a], [1 / value for value in b]
+    return Change(
+        old.workload,
+        old.nbytes,
+        old.transport,
+        median(b) / median(a),
+        min(b) / max(a),
+        max(b) / min(a),
+        (len(a), len(b)),
+        (old.lost(), new.lost()),
+    )
+
+
+def missing(before: Run, after: Run) -> list[str]:
+    """Cells that only one of the runs has measured, in words."""
+    found = []
+    for one, other, side in ((before, after, "B"), (after, before, "A")):
+        for row in one.rows:
+            if (
+                row.values
+                and other.row(row.workload, row.nbytes, row.transport) is None
+            ):
+                size = f" {size_text(row.nbytes)}" if row.nbytes else ""
+                why = _problem(other, row)
+                found.append(
+                    f"{row.workload}{size} {row.transport}: not in {side}{why}"
+                )
+    return found
+
+
+def _problem(run: Run, row: Row) -> str:
+    name = (row.workload, row.nbytes, row.transport)
+    for one in run.rows:
+        if (one.workload, one.nbytes, one.transport) == name and one.problem:
+            return f" ({one.problem})"
+    return ""
+
+
+def text(before: Run, after: Run) -> str:
+    """The comparison in words and columns."""
+    found = changes(before, after)
+    if not found:
+        return "the two runs have no cell in common"
+    head = ["workload", "transport", "size", "B/A", "least", "most", "rounds", ""]
+    lines = []
+    for one in found:
+        size = size_text(one.nbytes) if one.nbytes else "-"
+        line = [one.workload, one.transport, size, number(one.ratio)]
+        line += [number(one.low), number(one.high), f"{one.rounds[0]}, {one.rounds[1]}"]
+        lines.append([*line, _remark(one)])
+    parts = tables.aligned(head, lines)
+    for what, worst in (("slower", True), ("faster", False)):
+        group = [one for one in found if one.verdict == what]
+        group.sort(key=lambda one: one.ratio, reverse=worst)
+        if group:
+            parts += ["", f"{what}:"]
+            parts += [f"  {one.title()}: {number(one.ratio)}" for one in group]
+    if absent := missing(before, after):
+        parts += ["", "in one run only:", *(f"  {line}" for line in absent)]
+    return "\n".join([*parts, "", _medians(found)])
+
+
+def _remark(change: Change) -> str:
+    remarks = [change.verdict] if change.verdict else []
+    if any(change.lost):
+        remarks.append(f"lost {change.lost[0]:,.0f}, {change.lost[1]:,.0f}")
+    return ", ".join(remarks)
+
+
+def _medians(found: Sequence[Change]) -> str:
+    parts = []
+    for what, kind in (("ours", False), ("raw and limits, the machine itself", True)):
+        ratios = [c.ratio for c in found if is_baseline(c.transport) is kind]
+        if ratios:
+            parts.append(f"{what}: {number(median(ratios))}")
+    return f"median of B/A over the cells: {'; '.join(parts)}"
+
+
+def failures(before: Run, after: Run, most: float) -> list[str]:
+    """What is worse in B than it may be, in words.
+
+    Ours only: cells that are slower by more than `most` and whose rounds do not
+    overlap, that lose messages and did not, or that failed and did not.
+    """
+    found = []
+    for one in changes(before, after):
+        if is_baseline(one.transport):
+            continue
+        if one.verdict == "slower" and one.ratio > most:
+            found.append(f"{one.title()}: {number(one.ratio)} times the time")
+        if one.lost[1] > one.lost[0] == 0:
+            found.append(f"{one.title()}: lost {one.lost[1]:,.0f} messages")
+    for row in after.rows:
+        was = before.row(row.workload, row.nbytes, row.transport)
+        broken = row.problem.startswith("failed") and not is_baseline(row.transport)
+        if broken and was is not None and not was.problem:
+            size = f" {size_text(row.nbytes)}" if row.nbytes else ""
+            found.append(f"{row.workload}{size} {row.transport}: {row.problem}")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `mq bench compare`; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="mq bench compare",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("before", type=Path, metavar="A.jsonl")
+    parser.add_argument("after", type=Path, metavar="B.jsonl")
+    parser.add_argument(
+        "--fail-above",
+        type=_ratio,
+        metavar="RATIO",
+        help="exit with 1 if one of ours is slower than this, as 1.2 (and its rounds "
+        "do not overlap), or loses messages or fails and did not in A",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        old_facts, before = report.load(options.before)
+        new_facts, after = report.load(options.after)
+    except (OSError, ValueError) as error:
+        print(f"mq bench compare: {error}", file=sys.stderr)
+        return 2
+    for key in sorted({*old_facts, *new_facts}):
+        old, new = old_facts.get(key, "-"), new_facts.get(key, "-")
+        if old != new:
+            print(f"{key}: {old} -> {new}")
+    print()
+    print(text(before, after))
+    if options.fail_above is None:
+        return 0
+    failed = failures(before, after, options.fail_above)
+    for line in failed:
+        print(f"worse: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _ratio(given: str) -> float:
+    try:
+        ratio = float(given)
+    except ValueError:
+        ratio = 0.0
+    if not 1 <= ratio <= 1000:
+        raise argparse.ArgumentTypeError(f"{given!r} is no ratio from 1 to 1000")
+    return ratio

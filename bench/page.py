@@ -1,0 +1,126 @@
+"""The HTML report: one file, without a script and without the network."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup, escape
+
+from bench import advice, tables
+from bench.baselines import is_baseline
+from bench.plots import Plot
+from bench.summary import Run, number, published
+from bench.tables import Text
+
+_GOOD, _FAIR = 1.05, 1.5
+_TO_THE_LEFT = ("transport", "workload", "system", "scope")
+
+
+class Section(NamedTuple):
+    """A workload in the report: its plots, its table, and what follows from it."""
+
+    table: Text
+    plots: list[Plot]
+    further: list[Text]
+
+
+def render(
+    run: Run,
+    plots: Sequence[Plot],
+    facts: dict[str, str],
+    method: Sequence[str],
+    unfinished: str,
+) -> str:
+    """The page.
+
+    Args:
+        method: How it was measured, in sentences.
+        unfinished: What is missing in the run, or an empty string.
+    """
+    template = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+    ).get_template("page.html.j2")
+    return template.render(
+        facts=facts,
+        unfinished=unfinished,
+        purposes=_purposes(run),
+        scores=advice.scores(run),
+        small=advice.small_size(run),
+        large=advice.large_size(run),
+        losses=advice.losses(run),
+        sections=_sections(run, plots),
+        method=method,
+        conditions=published()[1] if run.of("latency") else [],
+        ratio=_ratio,
+        rows=_rows,
+        prose=_prose,
+        svg=lambda plot: Markup(plot.svg()),
+    )
+
+
+def _purposes(
+    run: Run,
+) -> list[tuple[str, advice.Choice | None, advice.Choice | None]]:
+    found = []
+    grouped = itertools.groupby(advice.choices(run), lambda choice: choice.purpose)
+    for purpose, group in grouped:
+        by_reach = {choice.reach: choice for choice in group}
+        found.append((purpose, by_reach.get("host"), by_reach.get("network")))
+    return found
+
+
+def _sections(run: Run, plots: Sequence[Plot]) -> list[Section]:
+    found = []
+    for table in tables.workloads(run):
+        further: list[Text | None] = []
+        if table.title == "latency":
+            further = [tables.two_terms(run), tables.against_each(run)]
+        own = [plot for plot in plots if plot.section == table.title]
+        found.append(Section(table, own, [one for one in further if one]))
+    # What people look at first comes first.
+    first = ("import", "codec")
+    return sorted(found, key=lambda section: section.table.title in first)
+
+
+def _prose(text: str) -> Markup:
+    """Words between backticks as code."""
+    parts = [
+        Markup("<code>{}</code>" if place % 2 else "{}").format(part)
+        for place, part in enumerate(text.split("`"))
+    ]
+    return Markup("").join(parts)
+
+
+def _ratio(value: float | None) -> Markup:
+    """A cell with a ratio, coloured by how good it is."""
+    if value is None:
+        return Markup("<td>-</td>")
+    kind = "good" if value <= _GOOD else "fair" if value <= _FAIR else "poor"
+    return Markup('<td class="{}">{}</td>').format(kind, number(value))
+
+
+def _rows(table: Text) -> Markup:
+    left = [name in _TO_THE_LEFT for name in table.head]
+    lines = [_line("th", table.head, left)]
+    place = table.head.index("transport") if "transport" in table.head else None
+    for line in table.lines:
+        raw = place is not None and is_baseline(line[place])
+        lines.append(_line("td", line, left, "raw" if raw else ""))
+    body = Markup("\n").join(lines)
+    return Markup('<div class="scroll"><table>\n{}\n</table></div>').format(body)
+
+
+def _line(tag: str, cells: Sequence[str], left: list[bool], kind: str = "") -> Markup:
+    shown = Markup("").join(
+        Markup("<{0}{1}>{2}</{0}>").format(
+            Markup(tag), Markup(' class="left"') if to_left else "", escape(cell)
+        )
+        for cell, to_left in zip(cells, left, strict=True)
+    )
+    return Markup('<tr class="{}">{}</tr>').format(kind, shown)

@@ -1,0 +1,203 @@
+"""Tensors that stay on their device: cut into pieces here, put together there.
+
+Nothing here waits for a device but `Piece.copy_to`. Each piece carries an event of the
+stream that filled it, and whoever uses it next makes its own stream wait for that. The
+copies of arriving pieces, and what TensorPipe does with leaving ones, are ordered on a
+stream of this module's, so that it does not matter which of the application's threads
+happens to move them. On the CPU the same code runs without streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from mq import extensions as ext
+from mq.frames import align_area
+
+_streams: Final[dict[torch.device, Any]] = {}
+
+
+class Piece:
+    """A part of an area.
+
+    Attributes:
+        tensor: 1-D, uint8, contiguous, with a storage of exactly its bytes.
+        ready: The event after which it holds its bytes; None: it does.
+    """
+
+    __slots__ = ("ready", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, ready: Any = None) -> None:
+        self.tensor = tensor
+        self.ready = ready
+
+    def __len__(self) -> int:
+        return self.tensor.numel()
+
+    def copy_to(self, view: memoryview) -> None:
+        """Copy it into host memory of its size; waits until it is there."""
+        _await(self.ready, self.tensor.device)
+        host = torch.frombuffer(view, dtype=torch.uint8)
+        host.copy_(self.tensor)  # into pageable memory: it waits for the device
+
+    def begin(self, nbytes: int) -> Landing:
+        """An area of so many bytes on the device where this piece is."""
+        return Landing(nbytes, self.tensor.device)
+
+
+class Landing:
+    """An area on its way in, and afterwards where its tensors are."""
+
+    __slots__ = ("_device", "_nbytes", "_ready", "_tensor")
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._nbytes = nbytes
+        self._device = device
+        self._tensor: torch.Tensor | None = None
+        self._ready: Any = None
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def add(self, start: int, piece: Piece) -> None:
+        """Put a piece in its place; doing so again changes nothing.
+
+        Raises:
+            ValueError: It is on another device, or that has no room.
+        """
+        if piece.tensor.device != self._device:
+            raise ValueError(
+                f"a piece on {piece.tensor.device} of an area on {self._device}"
+            )
+        if len(piece) == self._nbytes:
+            self._tensor, self._ready = piece.tensor, piece.ready
+            return
+        with _aside([self._device]):
+            if self._tensor is None:
+                try:
+                    self._tensor = torch.empty(
+                        self._nbytes, dtype=torch.uint8, device=self._device
+                    )
+                except RuntimeError as error:
+                    first = str(error).partition("\n")[0]
+                    raise ValueError(
+                        f"no room for {self._nbytes} bytes on {self._device}: {first}"
+                    ) from error
+            _await(piece.ready, self._device)
+            self._tensor[start : start + len(piece)].copy_(piece.tensor)
+            _used_here(piece.tensor)
+            self._ready = filled(self._device)
+
+    def claim(self) -> torch.Tensor:
+        """Its bytes, ready on the current stream; call once all pieces were added."""
+        assert self._tensor is not None
+        _await(self._ready, self._device)
+        _used_here(self._tensor)
+        return self._tensor
+
+
+class Area:
+    """The tensors of a payload that are on one device.
+
+    Attributes:
+        device: As torch names it.
+        nbytes: A multiple of `ext.AREA_ALIGNMENT`, at least that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = str(device)
+        self.nbytes = ext.AREA_ALIGNMENT
+        self._device = device
+        self._end = 0
+        self._parts: list[torch.Tensor] = []
+        self._pieces: list[Piece] | None = None
+
+    def append(self, flat: torch.Tensor) -> int:
+        """Take a tensor in: 1-D, uint8, contiguous. Returns where it begins."""
+        start = align_area(self._end)
+        if flat.numel():
+            self._pad(start - self._end)
+            self._parts.append(flat)
+            self._end = start + flat.numel()
+            self.nbytes = align_area(self._end)
+        return start
+
+    def _pad(self, nbytes: int) -> None:
+        if nbytes:  # zeros, not what the device's memory held before
+            self._parts.append(
+                torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+            )
+
+    def pieces(self, most: int) -> Sequence[Piece]:
+        """Its pieces, of `most` bytes but for the last: made by the first call."""
+        if self._pieces is None:
+            self._pad(self.nbytes - self._end)
+            copies = [torch.cat(parts) for parts in _cut(self._parts, most)]
+            ready = filled(self._device)
+            self._pieces = [Piece(copy, ready) for copy in copies]
+            self._parts.clear()
+        return self._pieces
+
+
+def _cut(parts: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Divide tensors into runs of `most` bytes together, but for the last."""
+    run: list[torch.Tensor] = []
+    room = most
+    for part in parts:
+        while part.numel() >= room:
+            yield [*run, part[:room]]
+            part, run, room = part[room:], [], most
+        if part.numel():
+            run.append(part)
+            room -= part.numel()
+    if run:
+        yield run
+
+
+# -- streams ----------
+
+
+def filled(device: torch.device) -> Any:
+    """An event of the current stream, after which what it fills now is there."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _await(ready: Any, device: torch.device) -> None:
+    """Have the current stream wait for an event; this thread does not."""
+    if ready is not None:
+        torch.cuda.current_stream(device).wait_event(ready)
+
+
+def _used_here(tensor: torch.Tensor) -> None:
+    """Keep its memory from being used again before the current stream is done."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+@contextlib.contextmanager
+def _aside(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Make a stream of this module's current on each of these devices."""
+    with contextlib.ExitStack() as stack:
+        for device in devices:
+            if device.type == "cuda":
+                if device not in _streams:
+                    _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(_streams[device]))
+        yield
+
+
+@contextlib.contextmanager
+def leaving(pieces: Sequence[Piece]) -> Iterator[None]:
+    """Have what uses the current streams in this block find these pieces filled."""
+    with _aside({piece.tensor.device: None for piece in pieces}):
+        for piece in pieces:
+            _await(piece.ready, piece.tensor.device)
+        yield

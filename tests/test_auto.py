@@ -1,0 +1,166 @@
+"""The choice that `auto` makes for each peer, and what proves that memory is shared."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from meeting import eventually, runtime
+
+import mq
+from mq.auto import AutoLink
+from mq.mesh.poller import Poller
+from mq.transport import What
+from transports._nng_pair import engine
+from transports.shm import ShmLink
+
+__all__ = ["runtime"]
+
+STEP = 30.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nng_is_loaded() -> None:
+    """Its engine stays once it was used, which is no leak of the first test."""
+    engine.use()
+
+
+LARGE = np.arange(100_000, dtype=np.int64)
+
+
+def join(name: str, backend: str = "auto") -> mq.MQ:
+    return mq.connect(backend, group="auto", name=name, connect_timeout=STEP)
+
+
+def wire_of(queue: mq.MQ, peer: str) -> str:
+    """The address by which a peer is reached."""
+    return str(queue.describe()["peers"][peer]["wire"])
+
+
+def exchange(a: mq.MQ, b: mq.MQ) -> None:
+    """A large and a small message go both ways."""
+    for sender, receiver in ((a, b), (b, a)):
+        topic = f"from {sender.name}"
+        receiver.subscribe(topic, timeout=STEP)
+        sender.publish(topic, LARGE, timeout=STEP)
+        sender.publish(topic, {"n": 1}, timeout=STEP)
+
+        large, small = receiver.recv(STEP), receiver.recv(STEP)
+
+        assert np.array_equal(large.payload, LARGE)
+        assert small.payload == {"n": 1}
+
+
+@pytest.mark.parametrize("backend", ["auto", "auto:nng", "auto:zmq"])
+def test_members_of_one_host_share_memory(
+    backend: str, runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The choice is in `describe()`, in the log and in `stats()`."""
+    with caplog.at_level(logging.INFO, "mq"), join("a", backend) as a:
+        with join("b", backend) as b:
+            exchange(a, b)
+
+            assert wire_of(b, "a").startswith("shm://")
+            assert a.stats()["shared"][0]["mapped_bytes"] >= LARGE.nbytes
+            assert any("session with a over shm://" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("backend", "wire"),
+    [("auto", "tcp"), ("auto:nng", "tcp"), ("auto:zmq", "tcp")],
+)
+def test_a_member_that_shares_no_memory_is_reached_over_the_wire(
+    backend: str, wire: str, runtime: Path
+) -> None:
+    """As in another container: the socket that its record names is not there."""
+    with join("a", backend) as a:
+        for path in runtime.rglob("*.shm"):
+            path.unlink()
+        with join("b", backend) as b, join("c", backend) as c:
+            exchange(a, b)
+            exchange(b, c)
+
+            assert wire_of(b, "a").startswith(f"{wire}://")
+            assert wire_of(c, "b").startswith("shm://")
+
+
+def test_an_address_of_neither_is_refused() -> None:
+    """The error names the address and what would do."""
+    with pytest.raises(ValueError, match=r"udp://.*neither of shm nor of tcp"):
+        mq.connect("auto", group="g", listen=["udp://127.0.0.1:1"])
+
+
+def test_each_link_listens_on_the_addresses_that_are_its_own(tmp_path: Path) -> None:
+    """`listen=` may have both kinds."""
+    poller, link = Poller(), AutoLink()
+    path = f"shm://{tmp_path}/x"
+    try:
+        found = link.open(poller, ["tcp://127.0.0.1:0", path], str(tmp_path))
+
+        assert found[0] == path
+        assert found[1].startswith("tcp://127.0.0.1:")
+    finally:
+        link.close()
+        poller.close()
+
+
+# -- the proof ----------
+
+
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[tuple[ShmLink, str]]:
+    """A link and the path on which it listens."""
+    poller, link = Poller(), ShmLink()
+    address = link.open(poller, [], str(tmp_path))[0]
+    yield link, address.removeprefix("shm://")
+    link.close()
+    poller.close()
+
+
+def reported(link: ShmLink) -> list[What]:
+    return [event.what for event in link.poll()]
+
+
+def test_who_cannot_read_the_memory_that_it_was_sent_is_no_peer(
+    listening: tuple[ShmLink, str],
+) -> None:
+    """Its answer is not the number in that memory."""
+    link, path = listening
+    reader, writer = os.pipe()
+    memory = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.write(memory, bytes(16))
+    try:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(path)
+            socket.send_fds(stranger, [b"M"], [memory])
+            stranger.sendall(bytes(16) + link.hello)
+            eventually(lambda: reported(link) == [] and link.malformed > 0)
+    finally:
+        for fd in (reader, writer, memory):
+            os.close(fd)
+
+    assert not link.conns
+
+
+@pytest.mark.parametrize("with_pipe", [False, True])
+def test_who_passes_no_memory_is_no_peer(
+    listening: tuple[ShmLink, str], with_pipe: bool
+) -> None:
+    """Neither nothing nor a pipe will do in its place."""
+    link, path = listening
+    reader, writer = os.pipe()
+    try:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(path)
+            socket.send_fds(stranger, [b"M"], [reader] if with_pipe else [])
+            eventually(lambda: reported(link) == [] and link.malformed > 0)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+    assert not link.conns

@@ -1,0 +1,152 @@
+"""`mq bench compare` tells what got slower or faster, and what may be luck."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from bench_results import row, write
+
+from bench import compare
+from bench.rows import Cell, Result
+
+
+def rounds(
+    transport: str, values: Sequence[float], workload: str = "latency"
+) -> list[Result]:
+    nbytes = 64 if workload == "rate" else 40_000_000
+    flow = {"lost": 0.0, "sent": 100.0} if workload == "rate" else {}
+    return [
+        row(transport, value, number, workload, nbytes, **flow)
+        for number, value in enumerate(values)
+    ]
+
+
+def compared(
+    tmp_path: Path,
+    before: Sequence[Result],
+    after: Sequence[Result],
+    *options: str,
+) -> int:
+    a = write(tmp_path / "a.jsonl", list(before), {"python": "3.11"})
+    b = write(tmp_path / "b.jsonl", list(after), {"python": "3.12"})
+    return compare.main([str(a), str(b), *options])
+
+
+def test_a_cell_is_slower_if_none_of_its_rounds_is_as_fast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ratio is of the medians, its range of the single rounds."""
+    before = rounds("zmq:tcp", [10, 11, 12])
+    assert compared(tmp_path, before, rounds("zmq:tcp", [20, 22, 24])) == 0
+    out = capsys.readouterr().out
+    assert "latency  zmq:tcp    40 MB  2.00   1.67  2.40    3, 3  slower" in out
+    assert "slower:\n  latency 40 MB zmq:tcp: 2.00" in out
+    assert "python: 3.11 -> 3.12" in out
+
+
+def test_rounds_that_overlap_are_no_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A median that moved within the noise is neither slower nor faster."""
+    before = rounds("zmq:tcp", [10, 11, 30])
+    after = rounds("zmq:tcp", [20, 22, 24])
+    assert compared(tmp_path, before, after, "--fail-above", "1.2") == 0
+    assert "slower" not in capsys.readouterr().out
+
+
+def test_a_rate_is_compared_as_the_time_per_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twice as many per second take half the time."""
+    before = rounds("zmq:tcp", [100, 110], "rate")
+    compared(tmp_path, before, rounds("zmq:tcp", [200, 220], "rate"))
+    out = capsys.readouterr().out
+    assert "faster:\n  rate 64 B zmq:tcp: 0.500" in out
+
+
+@pytest.mark.parametrize(("limit", "status"), [("1.2", 1), ("2.5", 0)])
+def test_the_exit_status_tells_of_what_is_slower_than_allowed(
+    limit: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only beyond the limit, and it is named."""
+    before = rounds("zmq:tcp", [10, 11])
+    after = rounds("zmq:tcp", [20, 22])
+    assert compared(tmp_path, before, after, "--fail-above", limit) == status
+    said = "worse: latency 40 MB zmq:tcp: 2.00 times the time"
+    assert (said in capsys.readouterr().err) is (status == 1)
+
+
+def test_what_is_not_ours_never_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slower bare library tells that the machine was slower."""
+    before = [*rounds("raw:zmq:tcp", [10, 11]), *rounds("zmq:tcp", [10, 11])]
+    after = [*rounds("raw:zmq:tcp", [20, 22]), *rounds("zmq:tcp", [10, 11])]
+    assert compared(tmp_path, before, after, "--fail-above", "1.2") == 0
+    out = capsys.readouterr().out
+    assert "ours: 1.00; raw and limits, the machine itself: 2.00" in out
+
+
+def test_messages_that_get_lost_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Being fast is no excuse."""
+    lost = row("zmq:tcp", 500.0, 0, "rate", 64, lost=3.0, sent=100.0)
+    before = rounds("zmq:tcp", [100], "rate")
+    assert compared(tmp_path, before, [lost], "--fail-above", "1.2") == 1
+    shown = capsys.readouterr()
+    assert "lost 0, 3" in shown.out
+    assert "rate 64 B zmq:tcp: lost 3 messages" in shown.err
+
+
+def test_a_cell_of_one_side_is_named_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """New cells are told of, missing ones too; failing now and not before fails."""
+    broken = Result.of(Cell("nng:tcp", "latency", 40_000_000), "failed", "no luck")
+    before = [*rounds("nng:tcp", [1]), *rounds("zmq:tcp", [1])]
+    after = [broken, *rounds("zmq:tcp", [1]), *rounds("zmq:ipc", [1])]
+    assert compared(tmp_path, before, after) == 0
+    out = capsys.readouterr().out
+    assert "latency 40 MB nng:tcp: not in B (failed: no luck)" in out
+    assert "latency 40 MB zmq:ipc: not in A" in out
+    assert compared(tmp_path, before, after, "--fail-above", "2") == 1
+    assert "nng:tcp: failed: no luck" in capsys.readouterr().err
+
+
+def test_runs_without_a_common_cell_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is nothing to compare."""
+    compared(tmp_path, rounds("zmq:ipc", [1]), rounds("zmq:tcp", [1]))
+    assert "no cell in common" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (None, "No such file"),
+        (b"", "is empty"),
+        (b"not json\n", "line 1: not a row"),
+        (b"\xff\xfe", "line 1: not a row"),
+        (
+            b'{"record":"result","transport":"x","workload":"dance","nbytes":1,'
+            b'"round":0,"status":"ok","metrics":{"value":1},"processes":[]}\n',
+            "there is no workload 'dance'",
+        ),
+    ],
+)
+def test_a_file_that_is_no_run_is_refused_by_name(
+    data: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names the file and what is wrong with it; the status is 2."""
+    good = write(tmp_path / "good.jsonl", rounds("zmq:tcp", [1]))
+    bad = tmp_path / "bad.jsonl"
+    if data is not None:
+        bad.write_bytes(data)
+    assert compare.main([str(good), str(bad)]) == 2
+    error = capsys.readouterr().err
+    assert "bad.jsonl" in error
+    assert said in error

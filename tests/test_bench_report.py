@@ -1,0 +1,344 @@
+"""Reports say what was measured, completely, and read well in a browser."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bench_results import LOSSY, TRANSPORTS, row, whole_run, write
+
+from bench import advice, plan, report, tables
+from bench.model import fit, models
+from bench.rows import Result, read
+from bench.summary import Run, gather, published
+
+pytest.importorskip("matplotlib", reason="the plots need matplotlib")
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser")
+BROWSERS += ("google-chrome", "google-chrome-stable")
+OURS = [name for name in TRANSPORTS if ":" not in name or name.startswith("zmq")]
+WITH_SIZES = {"rate": 64, "fanin": 20_000, "stream": 40_000_000}
+WITH_SIZES |= {"fanout": 10_000_000, "mixed": 640_000_000}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    rows = []
+    for number, (ours, bare) in enumerate([(10.0, 20.0), (30.0, 20.0), (2.0, 20.0)]):
+        rows += [row("zmq:tcp", ours, number, carried_bytes=2e8)]
+        rows += [row("raw:zmq:tcp", bare, number), row("limit:tcp", 5.0, number)]
+    gone = row("nng:tcp", 1.0)
+    skipped = Result(
+        *(gone.transport, gone.workload, gone.nbytes, gone.round),
+        status="skipped",
+        reason="pynng is not installed",
+    )
+    return write(tmp_path / "results.jsonl", [*rows, skipped])
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report on everything."""
+    found = tmp_path_factory.mktemp("report")
+    facts = {"planned cells": "1000"}
+    told = report.write(write(found / "results.jsonl", whole_run(), facts), found)
+    assert told == [f"report: {found / 'report.html'}"]
+    return found
+
+
+def test_rows_come_back_as_they_were_written(results: Path) -> None:
+    """The file of JSON lines holds everything that a report needs."""
+    facts, rows = read(results)
+    assert facts["cpu"] == "a fast one"
+    assert rows[1] == row("raw:zmq:tcp", 20.0)
+    assert rows[-1].reason == "pynng is not installed"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"record": "other"}\n', r"line 12: not a row.*'other'"),
+        (b"\x00\xff\xfe\n", r"line 12: not a row"),
+        (b"[1, 2]\n", r"line 12: not a row"),
+        (b'{"record": "result", "transport": "x"}\n', r"line 12: not a row"),
+        (
+            b'{"record":"result","transport":"x","workload":"rate","nbytes":1,"round":0'
+            b',"status":"ok","metrics":{"value":0},"processes":[]}\n',
+            r"line 12: .*the value 0 is no measurement",
+        ),
+    ],
+)
+def test_a_broken_file_of_results_is_refused_by_line(
+    line: bytes, said: str, results: Path
+) -> None:
+    """Whoever edited the file by hand is told where it broke."""
+    results.write_bytes(results.read_bytes() + line)
+    with pytest.raises(ValueError, match=said):
+        read(results)
+
+
+def test_ratios_are_medians_over_rounds(results: Path) -> None:
+    """Ours is divided by raw within each round, not by a median of all rounds."""
+    rows = {one.transport: one for one in gather(read(results)[1])}
+    assert rows["zmq:tcp"].value == 10
+    assert rows["zmq:tcp"].ratio(rows["raw:zmq:tcp"]) == 0.5
+    assert rows["zmq:tcp"].ratio(rows["nng:tcp"]) is None
+
+
+def test_the_report_compares_and_names_what_is_missing(results: Path) -> None:
+    """Ours, ratios, costs, the published figure with its conditions, every reason."""
+    text = report.markdown(*report.load(results))
+    found = [li for li in text.splitlines() if li.startswith("| 40 MB | zmq:tcp")]
+    cells = [cell.strip() for cell in found[0].strip("|").split("|")]
+    assert cells[2:4] == ["10.0", "20.0"]  # p50, p99
+    assert cells[4:8] == ["20.0", "0.500", "5.00", "2.00"]
+    assert cells[8] == "2.00"  # 0.4 s for 0.2 GB
+    assert cells[9:11] == ["0.0000100", "3.00"]  # MB of sender and receiver
+    assert "173 nng-tcp" in found[0]
+    assert "200 Gbit/s InfiniBand" in text
+    assert "nng:tcp 40 MB: skipped: pynng is not installed" in text
+    assert "mq bench --quick" in text
+    assert "skipped: pynng is not installed" in report.terminal(results)
+
+
+def test_published_figures_are_of_the_sizes_measured() -> None:
+    """Every default size of the latency workload has published figures."""
+    figures, conditions = published()
+    assert set(plan.WORKLOADS["latency"].sizes) <= set(figures)
+    assert any("intra-node" in line for line in conditions)
+
+
+def test_the_two_terms_of_a_model_are_found_again() -> None:
+    """Times that follow the model exactly give its terms back."""
+    model = fit({n: 0.2 + n / 4e6 for n in (1250, 1_250_000, 640_000_000)})
+    assert model is not None
+    assert model.per_message_us == pytest.approx(200)
+    assert model.gb_per_s == pytest.approx(4)
+    assert model.worst == pytest.approx(1)
+
+
+def test_neither_term_of_a_model_is_negative() -> None:
+    """A size that costs nothing has no bandwidth; too few sizes have no model."""
+    falling = fit({1000: 3.0, 1_000_000: 2.0, 1_000_000_000: 1.0})
+    assert falling is not None
+    assert falling.gb_per_s is None
+    assert falling.per_message_us > 0
+    steep = fit({1000: 0.0001, 1_000_000: 1.0, 1_000_000_000: 2000.0})
+    assert steep is not None
+    assert steep.per_message_us == 0
+    assert steep.worst > 1
+    assert fit({1000: 1.0, 2000: 2.0}) is None
+
+
+def run() -> Run:
+    return Run(gather(whole_run()))
+
+
+def test_the_model_is_a_row_of_every_transport() -> None:
+    """Per message and bandwidth of ours, of raw and of the limits are in the report."""
+    assert set(models(run())) == set(TRANSPORTS)
+    shown = tables.two_terms(run())
+    assert shown is not None
+    line = next(line for line in shown.lines if line[0] == "zmq:ipc")
+    assert [line[1], line[2]] == ["210", "3.17"]  # the rounds drift by a tenth
+
+
+def test_several_baselines_are_compared_one_by_one_and_with_the_fastest() -> None:
+    """Of several the fastest stands in the table, and each has a column of its own."""
+    latency = next(one for one in tables.workloads(run()) if one.title == "latency")
+    line = next(li for li in latency.lines if li[:2] == ["40 MB", "shm"])
+    assert line[latency.head.index("raw")].endswith("raw:torch.multiprocessing")
+    each = tables.against_each(run())
+    assert each is not None
+    assert each.head[4:6] == ["/raw:zmq:ipc", "/raw:torch.multiprocessing"]
+    line = next(li for li in each.lines if li[:3] == ["latency", "40 MB", "shm"])
+    assert line[4:6] == ["0.168", "0.200"]
+
+
+def test_the_short_answer_names_the_fastest_for_each_purpose_and_reach() -> None:
+    """Threads of one process are no answer for processes, nor one host for several."""
+    found = {(one.purpose, one.reach): one for one in advice.choices(run())}
+    large = "one message at a time (40 MB)"
+    assert found[large, "host"].transport == "shm"
+    assert found[large, "network"].transport == "zmq:tcp"
+    scores = {one.transport: one for one in advice.scores(run())}
+    assert list(scores) == [*OURS, "nng:tcp", "torchrpc:cpu"]
+    assert scores["zmq:ipc"].small_raw == pytest.approx(2, rel=0.01)
+    assert scores["zmq:ipc"].rate_raw == pytest.approx(2)  # takes twice as long
+    assert scores["zmq:ipc"].lost == 0
+    assert advice.losses(run()) == [(LOSSY, 500, 2000)]
+
+
+class Page(html.parser.HTMLParser):
+    """The ids, links and words of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.outside: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for key, value in attrs:
+            if key == "id":
+                self.ids.append(value or "")
+            elif key in ("src", "href", "xlink:href") and value:
+                self.outside += [] if value.startswith(("#", "data:")) else [value]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def expected_series() -> set[str]:
+    found = {f"latency/{name}" for name in TRANSPORTS if not name.startswith("raw:")}
+    for name in OURS:
+        found |= {f"latency-panels/{name}", f"latency-panels/{name}/published"}
+        found.add(f"published/{name}")
+    found |= {f"latency-raw/{name}" for name in OURS if name != "inproc"}
+    found |= {
+        "latency-panels/zmq:ipc/raw:zmq:ipc",
+        "latency-panels/zmq:tcp/limit:tcp",
+        "latency-panels/shm/raw:torch.multiprocessing",
+        "latency-panels/shm/limit:memcpy",
+        "published/cross-node/nng-tcp",
+        "published/intra-node/shm",
+    }
+    measured = [name for name in TRANSPORTS if not name.startswith("limit:")]
+    for workload, nbytes in WITH_SIZES.items():
+        found |= {f"{workload}/{nbytes}/{name}" for name in measured}
+    return found | {f"loss/64/{name}" for name in [*measured, LOSSY]}
+
+
+def test_every_series_is_in_the_page(directory: Path) -> None:
+    """Each plot is there with all of its series, and nothing comes from outside."""
+    text = (directory / "report.html").read_text()
+    page = Page(text)
+    assert expected_series() <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert not page.outside
+    assert "<script" not in text
+    assert not re.findall(r"url\((?!#)", text)
+
+
+def test_the_page_says_what_it_is_about(directory: Path) -> None:
+    """Conditions, models, costs, losses and what is missing are in words."""
+    page = Page((directory / "report.html").read_text())
+    for words in (
+        "In short",
+        "a fast one",
+        "mq bench --quick",
+        "Two-term model",
+        "CPU s/GB",
+        "200 Gbit/s InfiniBand",
+        "500 of 2,000",
+        "pynng is not installed",
+        "rank 1 died of signal 9",
+        "of 1000 planned cells were measured",
+    ):
+        assert words in page.text
+
+
+def test_a_picture_of_every_plot_lies_beside_the_page(directory: Path) -> None:
+    """They can be put into other documents."""
+    page = Page((directory / "report.html").read_text())
+    plots = {name.removeprefix("plot-") for name in page.ids if "plot-" in name}
+    assert {"latency", "latency-panels", "published", "rate", "loss"} <= plots
+    for name in plots:
+        data = (directory / f"{name}.png").read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert len(data) > 5000
+
+
+PROBE = """<script>
+const found = {errors: window.seen, series: {}};
+for (const one of document.querySelectorAll("[id*='/']")) {
+  const box = one.getBBox();
+  found.series[one.id] = Math.max(box.width, box.height);
+}
+document.body.innerHTML = "";
+document.body.dataset.found = JSON.stringify(found);
+</script></body>"""
+LISTEN = """<head><script>
+window.seen = [];
+console.error = (...words) => window.seen.push(words.join(" "));
+window.addEventListener("error", event => window.seen.push(event.message), true);
+</script>"""
+
+
+def test_a_browser_shows_every_series_and_complains_of_nothing(
+    directory: Path, tmp_path: Path
+) -> None:
+    """The page is laid out, each series has a size on it, and the console is empty."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"there is no browser: {', '.join(BROWSERS)}")
+    text = (directory / "report.html").read_text()
+    probed = tmp_path / "probed.html"
+    text = text.replace("<head>", LISTEN, 1).replace("</body>", PROBE, 1)
+    probed.write_text(text)
+    shown = subprocess.run(
+        [
+            *(browser, "--headless", "--no-sandbox", "--disable-gpu"),
+            *("--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}"),
+            *("--enable-logging=stderr", "--dump-dom", probed.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "CONSOLE" not in shown.stderr
+    data = re.search(r'data-found="([^"]*)"', shown.stdout)
+    assert data is not None, f"{shown.stdout[-500:]}\n{shown.stderr[-2000:]}"
+    found = json.loads(html.unescape(data[1]))
+    assert found["errors"] == []
+    flat = {name for name, size in found["series"].items() if not size > 0}
+    assert expected_series() - set(found["series"]) == set()
+    lossless = {f"loss/64/{name}" for name in TRANSPORTS}
+    assert flat <= lossless  # a bar of length 0 is all that may be invisible
+
+
+def test_without_matplotlib_there_is_the_markdown_report(
+    results: Path, tmp_path: Path
+) -> None:
+    """What is missing is named with its remedy; nothing fails."""
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from bench.report import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(results), "--output", str(tmp_path / "new")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert "matplotlib is not installed: pip install 'tensormq[bench]'" in first
+    assert last == f"report: {tmp_path / 'new' / 'report.md'}"
+    assert (tmp_path / "new" / "report.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("workload", "nbytes"), [("rate", 64), ("latency", 1250), ("import", 0)]
+)
+def test_a_report_on_one_cell_is_a_report(
+    workload: str, nbytes: int, tmp_path: Path
+) -> None:
+    """Whatever little was measured before an interrupt is shown."""
+    only = row("mq" if workload == "import" else "zmq:ipc", 2.0, 0, workload, nbytes)
+    path = write(tmp_path / "results.jsonl", [only])
+    report.write(path, tmp_path)
+    assert workload in Page((tmp_path / "report.html").read_text()).text
+
+
+def test_a_report_on_nothing_is_a_report(tmp_path: Path) -> None:
+    """So is one on no cell at all."""
+    report.write(write(tmp_path / "results.jsonl", []), tmp_path)
+    assert "Conditions" in (tmp_path / "report.html").read_text()

@@ -1,0 +1,66 @@
+"""`describe` and the log say how members are connected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tls_files import tls_options
+
+import mq
+from transports._nng_pair import engine
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "inproc": ({}, {}),
+    "zmq:ipc": ({}, {"wire": "ipc"}),
+    "zmq:tcp": ({}, {"wire": "tcp"}),
+    "nng:ipc": ({}, {"wire": "ipc"}),
+    "nng:tcp": ({}, {"wire": "tcp"}),
+    "nng:tls": (
+        tls_options(),
+        {"wire": "tls+tcp", "certificate": "localhost"},
+    ),
+    "tls": (
+        tls_options(),
+        {"certificate": "localhost", "version": "TLSv1.3"},
+    ),
+    "torchrpc:cpu": ({"channels": ("basic",)}, {"channels": "basic"}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nng_runs() -> None:
+    """Its engine stays once it was used, which is no leak of the first test."""
+    engine.use()
+
+
+@pytest.mark.parametrize("backend", CASES)
+def test_both_ends_say_how_they_are_connected(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Per peer: the wire, the certificate's name, TensorPipe's channels."""
+    options, expected = CASES[backend]
+    with (
+        caplog.at_level("INFO"),
+        mq.connect(backend, group="describe", name="a", **options) as a,
+        mq.connect(backend, group="describe", name="b", **options) as b,
+    ):
+        found = a.describe()["peers"]["b"], b.describe()["peers"]["a"]
+        listens = a.describe()["addresses"]
+    assert found[1]["wire"] in listens
+    for peer in found:
+        assert expected.items() <= peer["connection"].items()
+    for key, value in expected.items():
+        lines = [line for line in caplog.messages if line.startswith("session with")]
+        assert len(lines) == 2
+        assert all(f"{key} {value}" in line for line in lines)
+    assert any(f"listens on {listens[0]}" in line for line in caplog.messages)
+
+
+def test_the_engine_of_torchrpc_is_described() -> None:
+    """With what was chosen by default; nothing once it is closed."""
+    with mq.connect("torchrpc", group="describe", name="a") as queue:
+        described = queue.describe()["engine"]
+    assert described.pop("agent").startswith("uv://127.0.0.1:")
+    assert described == {"transports": "uv", "channels": "cma,basic", "threads": "1"}
+    assert queue.describe()["engine"] == {}

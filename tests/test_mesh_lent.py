@@ -1,0 +1,226 @@
+"""Messages in their publisher's memory, on a scripted link."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from world import Member, World
+
+from mq.lending import BLOCK_BYTES
+from mq.mesh import wire
+
+LIMIT = 4 * BLOCK_BYTES
+PIECE_BYTES = 1000
+LARGE = bytes(range(250)) * 16
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A publisher `a` and a subscriber `b` that read each other's memory."""
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
+    monkeypatch.setattr("mq.mesh.copying.PIECE_BYTES", PIECE_BYTES)
+    world = World("a", "b", lends={"a": LIMIT, "b": LIMIT})
+    yield world
+    world.close()
+
+
+def deliver(world: World) -> None:
+    """Let what was sent arrive, without giving anybody time to copy it all."""
+    world["a"].mesh.pump(world.clock(), flush=True)
+    world.net.deliver_all()
+    for _ in range(3):
+        world["b"].mesh.poll(until_message=True)
+
+
+def in_use(member: Member) -> int:
+    """Bytes of blocks that are not free."""
+    assert member.link.lender is not None
+    return member.link.lender.stats().in_use_bytes
+
+
+def test_only_a_reference_travels(world: World) -> None:
+    """A large message is one frame without a body, and released once it was copied."""
+    world["b"].subscribe("t")
+    world.settle()
+    session = world["a"].session(world["b"])
+    before = session.stats.sent_bytes
+
+    world["a"].publish("t", LARGE)
+    lent = session.lent_bytes()
+    world.settle()
+
+    assert lent == len(LARGE)
+    assert session.stats.sent_bytes - before < 200
+    assert world["b"].payloads() == [LARGE]
+    assert session.lent_bytes() == 0
+    assert in_use(world["a"]) == 0
+
+
+def test_a_message_being_copied_delays_no_other_topic(world: World) -> None:
+    """It delays those behind it on its own topic, for their order."""
+    a, b = world["a"], world["b"]
+    b.subscribe("large")
+    b.subscribe("other")
+    world.settle()
+    a.publish("large", LARGE)
+    a.publish("large", b"behind it")
+    a.publish("other", b"beside it")
+
+    deliver(world)
+    first = b.payloads()
+    world.settle()
+
+    assert first == [b"beside it"]
+    assert b.payloads() == [LARGE, b"behind it"]
+
+
+def test_what_is_dropped_while_it_is_copied_is_released(world: World) -> None:
+    """`unsubscribe` does not wait for the copy, nor hand it out."""
+    b = world["b"]
+    b.subscribe("t")
+    world.settle()
+    world["a"].publish("t", LARGE)
+    deliver(world)
+
+    b.unsubscribe("t")
+    world.settle()
+
+    assert b.payloads() == []
+    assert in_use(world["a"]) == 0
+
+
+def test_what_keep_last_keeps_is_released_when_unsubscribed(world: World) -> None:
+    """At once, not when the garbage collector comes by."""
+    a, b = world["a"], world["b"]
+    b.subscribe("kept", keep=2)
+    world.settle()
+    gc.disable()
+    try:
+        assert a.publish("kept", bytes(1000))
+        world.settle()
+        assert a.session(b).lent
+        b.unsubscribe("kept")
+        world.settle()
+        assert not a.session(b).lent
+        assert in_use(a) == 0
+    finally:
+        gc.enable()
+
+
+def test_a_view_keeps_its_block_and_nothing_else(world: World) -> None:
+    """With `zero_copy` the memory is released when the view dies."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t", zero_copy=True)
+    world.settle()
+    b.viewing = True
+    a.publish("t", LARGE)
+    world.settle()
+    b.payloads()
+    world.settle()
+    held = in_use(a)
+
+    b.views.clear()
+    world.settle()
+
+    assert held == BLOCK_BYTES
+    assert in_use(a) == 0
+
+
+def test_a_subscriber_that_only_views_holds_the_publisher_up(world: World) -> None:
+    """When its views fill the memory there is no more, until it drops one."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t", zero_copy=True)
+    world.settle()
+    b.viewing = True
+    while a.publish("t", LARGE):
+        world.settle()
+        b.payloads()
+    published = a.newest("t") + 1
+
+    b.views.pop(0)
+    world.settle()
+
+    assert published == LIMIT // BLOCK_BYTES
+    assert a.publish("t", LARGE)
+
+
+def test_keep_last_never_holds_a_publisher_up(world: World) -> None:
+    """What does not fit into the memory goes through the connection."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t", keep=1, zero_copy=True)
+    world.settle()
+    b.viewing = True
+    for number in range(2 * LIMIT // BLOCK_BYTES):
+        assert a.publish("t", LARGE + bytes([number]))
+        world.settle()
+        b.recv()
+
+    assert b.views[-1][1] == LARGE + bytes([number])
+    assert all(bytes(view) == content for view, content in b.views)
+
+
+def test_memory_that_a_stalled_peer_may_read_is_never_used_again(world: World) -> None:
+    """It was given up without proof of its death, and then goes on reading."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t", zero_copy=True)
+    world.settle()
+    b.viewing = True
+    a.publish("t", LARGE)
+    world.settle()
+    b.payloads()
+    (segment,) = {block.segment for block in a.session(b).lent.values()}
+
+    world.stall("b")
+    world.partition("a", "b")
+    world.advance(60.0)
+
+    assert a.link.lender is not None
+    assert segment.id not in a.link.lender.segments
+    for _ in range(10):
+        a.publish("t", bytes(4000), retain=True)
+    assert all(bytes(view) == content for view, content in b.views)
+
+
+def test_memory_of_a_dead_peer_is_given_back(world: World) -> None:
+    """A child of it may still read that memory, so that it is not used again."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t", zero_copy=True)
+    world.settle()
+    a.publish("t", LARGE)
+    world.settle()
+
+    world.kill("b")
+    world.settle()
+
+    assert a.link.lender is not None
+    assert a.link.lender.stats().mapped_bytes == 0
+
+
+@pytest.mark.parametrize("what", ["unknown segment", "beyond it", "cut off"])
+def test_a_reference_to_no_memory_is_refused(world: World, what: str) -> None:
+    """The connection breaks, and the session is resumed."""
+    a, b = world["a"], world["b"]
+    subscription = b.subscribe("t")
+    world.settle()
+    session = a.session(b)
+    segment = 0
+    if what == "beyond it":
+        assert a.link.lender is not None
+        block = a.link.lender.take(4000)
+        assert block is not None
+        assert session.conn is not None
+        session.conn.lend(block.segment)
+        segment = block.segment.id
+    head = wire.HEADER.pack(wire.LENT, 0, 0, session.number + 1, session.received)
+    body = wire.LENT_HEAD.pack(subscription.id, segment, 0, 0.0, LIMIT - 10, 4000)
+    assert session.conn is not None
+    session.conn.try_send(head + body[: -1 if what == "cut off" else None])
+
+    world.settle()
+    a.publish("t", LARGE)
+    world.settle()
+
+    assert b.mesh.stats.malformed == 1
+    assert b.payloads() == [LARGE]

@@ -1,0 +1,308 @@
+"""What every link over sockets does with strangers, cut wires, and bad addresses."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import nng_links
+import pytest
+from link_world import PATIENCE, MakeLink, World
+from tls_files import tls_options
+
+from mq.mesh.poller import Poller
+from mq.testing.proxy import Proxy
+from mq.transport import What
+from transports._nng_pair import engine
+from transports.tcp import TcpLink
+from transports.tls import TlsLink
+from transports.zmq import ZmqLink
+
+LINKS: dict[str, MakeLink] = {
+    "nng-ipc": nng_links.ipc,
+    "nng-tcp": nng_links.tcp,
+    "nng-tls": nng_links.tls,
+    "tcp": TcpLink,
+    "tls": functools.partial(TlsLink, **tls_options()),
+    "zmq-ipc": functools.partial(ZmqLink, wires=("ipc",)),
+    "zmq-tcp": functools.partial(ZmqLink, wires=("tcp",)),
+}
+
+
+def links(*names: str) -> pytest.MarkDecorator:
+    """Run a test on these links, given as `name`."""
+    return pytest.mark.parametrize("name", names)
+
+
+every_link = links(*LINKS)
+over_tcp = links("nng-tcp", "nng-tls", "tcp", "tls", "zmq-tcp")
+over_unix = links("nng-ipc", "zmq-ipc")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nng_runs() -> None:
+    """Its engine stays once it was used, which is no leak of the first test."""
+    engine.use()
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Socket files go where no other test looks, under a short path."""
+    with tempfile.TemporaryDirectory(prefix="links-") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield directory
+
+
+def connected(address: str) -> socket.socket:
+    """A plain socket, connected to the listener of a link."""
+    rest = address.partition("://")[2]
+    if rest.startswith("/"):
+        plain = socket.socket(socket.AF_UNIX)
+        plain.connect(rest)
+        return plain
+    host, _, port = rest.rpartition(":")
+    return socket.create_connection((host, int(port)), PATIENCE)
+
+
+def conns_of(link: Any) -> int:
+    """How many connections a link has, greeted or not."""
+    return len(link.conns)
+
+
+# -- strangers ----------
+
+
+@every_link
+def test_bytes_of_a_stranger_do_no_harm(name: str) -> None:
+    """Garbage in place of a greeting is counted, and the next member is welcome."""
+    with World(LINKS[name]) as world:
+        member = world.members[1]
+        for size in (0, 1, 8, 64, 5000):
+            with connected(member.addresses[0]) as plain:
+                plain.sendall(os.urandom(size))
+        dialled, accepted = world.connect()
+        world.send(dialled, b"fine")
+        world.until(lambda: accepted in member.received, "a message")
+        assert member.conns(What.ACCEPTED) == [accepted]
+        if not name.startswith("zmq"):
+            world.until(lambda: member.link.malformed == 5, "five strangers")
+
+
+@links("nng-ipc", "nng-tcp", "tcp", "tls")
+def test_strangers_that_say_nothing_are_bounded(name: str) -> None:
+    """Of many silent connections the oldest are dropped for the newest."""
+    with World(LINKS[name]) as world:
+        member = world.members[1]
+        silent = [connected(member.addresses[0]) for _ in range(150)]
+        world.until(
+            lambda: member.link.malformed + conns_of(member.link) >= 150, "all of them"
+        )
+        assert conns_of(member.link) < 140
+        world.connect()
+        for plain in silent:
+            plain.close()
+
+
+@over_tcp
+def test_a_peer_that_answers_nonsense_is_lost(name: str) -> None:
+    """A dialled address where something else listens is LOST with a reason."""
+    with (
+        World(LINKS[name], 1) as world,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
+        (member,) = world.members
+        scheme = member.addresses[0].partition("://")[0]
+        conn = member.link.dial(f"{scheme}://127.0.0.1:{server.getsockname()[1]}")
+        server.settimeout(PATIENCE)
+        world.until(lambda: True, "the dial to begin")
+        other, _ = server.accept()
+        with other:
+            other.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
+            world.lost(0, conn)
+
+
+# -- breaks ----------
+
+
+@every_link
+def test_a_cut_wire_is_lost_at_both_ends_and_what_arrived_is_in_order(
+    name: str, own_temporary_directory: str
+) -> None:
+    """After a cut both ends report LOST; what was received is a prefix."""
+    with World(LINKS[name]) as world:
+        ours, theirs = world.members
+        proxy = Proxy(theirs.addresses[0], f"{own_temporary_directory}/proxy")
+        dialled = ours.link.dial(proxy.address)
+        world.until(lambda: bool(theirs.conns(What.ACCEPTED)), "ACCEPTED")
+        (accepted,) = theirs.conns(What.ACCEPTED)
+        world.until(lambda: dialled in ours.conns(What.OPENED), "OPENED")
+        for index in range(50):
+            world.send(dialled, b"%d" % index, bytes(100_000))
+            world.send(accepted, b"%d" % index, bytes(100_000))
+        world.until(lambda: bool(theirs.received), "the first message")
+        proxy.cut()
+        world.lost(0, dialled)
+        world.lost(1, accepted)
+        for member, conn in ((ours, dialled), (theirs, accepted)):
+            heads = [head for head, _ in member.received.get(conn, [])]
+            assert heads == [b"%d" % index for index in range(len(heads))]
+        proxy.close()
+        again, accepted_again = world.connect()
+        world.send(again, b"new")
+        world.until(lambda: accepted_again in theirs.received, "the new message")
+        assert theirs.received[accepted_again] == [(b"new", b"")]
+
+
+@links("nng-ipc", "nng-tcp", "nng-tls", "tcp", "tls")
+def test_connections_that_are_closed_at_once_leave_nothing(name: str) -> None:
+    """Also where they are still being negotiated."""
+    with World(LINKS[name]) as world:
+        first, second = world.members
+        world.connect()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(150):
+            first.link.dial(second.addresses[0]).close()
+            conn = first.link.dial(second.addresses[0])
+            first.pump()
+            conn.close()
+        world.until(lambda: conns_of(second.link) == 1, "the last stranger's end")
+        world.until(
+            lambda: len(os.listdir("/proc/self/fd")) <= before, "free descriptors"
+        )
+
+
+@links("nng-ipc", "nng-tcp", "tcp", "tls")
+def test_a_dial_without_descriptors_is_lost(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Where no socket can be made, dial does not raise: LOST says why."""
+    with World(LINKS[name], 1) as world:
+        (member,) = world.members
+
+        def refuse(*arguments: object) -> socket.socket:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(socket, "socket", refuse)
+        conn = member.link.dial(member.addresses[0])
+        monkeypatch.undo()
+        world.lost(0, conn)
+        assert "open files" in member.events[0].reason
+        assert conn.try_send(b"lost")
+
+
+# -- addresses ----------
+
+
+@every_link
+def test_an_address_that_is_taken_is_an_os_error(name: str) -> None:
+    """It names the address, and nothing stays open."""
+    poller, link = Poller(), LINKS[name]()
+    with World(LINKS[name], 1) as world:
+        (taken,) = world.members[0].addresses
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match=taken.partition("://")[2][:20]):
+            link.open(poller, [taken], None)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+    poller.close()
+
+
+@over_unix
+def test_a_path_that_is_too_long_is_an_os_error(name: str) -> None:
+    """It says how long a path may be, and nothing stays open."""
+    poller, link = Poller(), LINKS[name]()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="at most 107 bytes"):
+        link.open(poller, ["ipc:///" + "x" * 110], None)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    poller.close()
+
+
+@over_unix
+def test_a_socket_file_is_in_the_directory_that_is_given(name: str) -> None:
+    """It is there while the link is open, and gone afterwards."""
+    poller, link = Poller(), LINKS[name]()
+    with tempfile.TemporaryDirectory() as directory:
+        (address,) = link.open(poller, ["ipc"], directory)
+        assert os.listdir(directory) == [os.path.basename(address)]
+        link.close()
+        assert os.listdir(directory) == []
+    poller.close()
+
+
+@over_tcp
+def test_a_wildcard_host_is_returned_as_one_that_can_be_dialled(name: str) -> None:
+    """Peers get an address, not 0.0.0.0."""
+    scheme = SCHEMES[name]
+    poller, link = Poller(), LINKS[name]()
+    try:
+        (address,) = link.open(poller, [f"{scheme}://0.0.0.0:*"], None)
+        host, _, port = address.partition("://")[2].rpartition(":")
+        assert address.startswith(scheme)
+        assert host != "0.0.0.0"
+        assert int(port) > 0
+    finally:
+        link.close()
+        poller.close()
+
+
+SCHEMES = {name: "tcp" for name in LINKS} | {"tls": "tls", "nng-tls": "tls+tcp"}
+
+
+@over_tcp
+@pytest.mark.parametrize(
+    ("place", "routable"),
+    [
+        ("127.0.0.5:1", False),
+        ("[::1]:1", False),
+        ("localhost:1", False),
+        ("0.0.0.0:1", True),
+        ("*:1", True),
+        ("[::]:1", True),
+        ("host.example:1", True),
+    ],
+)
+def test_an_address_is_routable_unless_it_is_of_this_host(
+    name: str, place: str, routable: bool
+) -> None:
+    """Loopback is not reachable from other hosts."""
+    assert LINKS[name]().is_routable(f"{SCHEMES[name]}://{place}") is routable
+
+
+@over_unix
+def test_a_unix_socket_is_never_routable(name: str) -> None:
+    """Only processes of this host reach it."""
+    assert not LINKS[name]().is_routable("ipc:///a/b")
+
+
+@over_tcp
+def test_members_meet_over_ipv6(name: str) -> None:
+    """Where the host has it."""
+    if not socket.has_ipv6 or not _has_ipv6_loopback():
+        pytest.skip("no IPv6 on this host")
+    with World(LINKS[name], 1) as world:
+        (dialler,) = world.members
+        listener = LINKS[name]()
+        (address,) = listener.open(world.poller, [f"{SCHEMES[name]}://[::1]:0"], None)
+        assert "[::1]" in address
+        conn = dialler.link.dial(address)
+
+        def opened() -> bool:
+            for _ in listener.poll():
+                pass
+            return conn in dialler.conns(What.OPENED)
+
+        world.until(opened, "OPENED")
+        listener.close()
+
+
+def _has_ipv6_loopback() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False

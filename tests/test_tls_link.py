@@ -1,0 +1,332 @@
+"""What links that encrypt do with certificates, names and what travels."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from link_world import PATIENCE, World
+from tls_files import CERTIFICATES, tls_options
+
+import mq
+from mq.transport import Conn, Event, Link, What
+from transports._nng_pair import engine
+from transports.nng_tls import NngTlsLink
+from transports.tls import TlsConn, TlsLink
+
+Make = Callable[..., Link]
+ENGINES: dict[str, Make] = {"tls": TlsLink, "nng:tls": NngTlsLink}
+tls = functools.partial(TlsLink, **tls_options())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nng_runs() -> None:
+    """Its engine stays once it was used, which is no leak of the first test."""
+    engine.use()
+
+
+@pytest.fixture(params=ENGINES)
+def make(request: pytest.FixtureRequest) -> Make:
+    """Every class of link that encrypts."""
+    return ENGINES[request.param]
+
+
+def other(member: str, authority: str, **options: Any) -> dict[str, Any]:
+    return {**tls_options(member, authority), **options}
+
+
+@contextmanager
+def facing(inside: Make, outside: Make) -> Iterator[tuple[World, World]]:
+    """Two members, each in a world of its own, both of which are pumped."""
+    with World(inside, 1) as one, World(outside, 1) as two:
+        one.nap = two.nap = 0.01
+        yield one, two
+
+
+def lost_at(world: World, beside: World, conn: Conn) -> Event:
+    """Wait for LOST of this connection, while the other world is pumped, too."""
+    events = world.members[0].events
+
+    def lost() -> list[Event]:
+        beside.members[0].pump()
+        return [e for e in events if e.conn is conn and e.what is What.LOST]
+
+    world.until(lambda: bool(lost()), "LOST")
+    return lost()[0]
+
+
+def test_members_with_certificates_of_another_authority_are_kept_out(
+    make: Make,
+) -> None:
+    """Both ends refuse, whoever dialled; nothing is ever a connection."""
+    with facing(
+        functools.partial(make, **tls_options()),
+        functools.partial(make, **other("stranger", "other_authority")),
+    ) as (world, outside):
+        (inside,), (stranger,) = world.members, outside.members
+        lost_at(outside, world, stranger.link.dial(inside.addresses[0]))
+        lost_at(world, outside, inside.link.dial(stranger.addresses[0]))
+        for member in (inside, stranger):
+            assert not member.conns(What.ACCEPTED)
+            assert not member.conns(What.OPENED)
+
+
+def test_the_name_in_a_certificate_must_be_the_one_asked_for(make: Make) -> None:
+    """`server_name` is compared with what the dialled member shows."""
+    picky = functools.partial(make, **tls_options(), server_name="somebody.example")
+    with World(picky) as world:
+        conn = world.members[0].link.dial(world.members[1].addresses[0])
+        world.lost(0, conn)
+        assert not world.members[1].conns(What.ACCEPTED)
+
+
+def test_the_name_in_a_certificate_may_be_another_than_the_host(make: Make) -> None:
+    """`server_name` in place of the address that is dialled."""
+    named = functools.partial(make, **tls_options(), server_name="localhost")
+    with World(named) as world:
+        dialled, accepted = world.connect()
+        world.send(dialled, b"well met")
+        world.arrive(world.members[1].received.setdefault(accepted, []), 1)
+
+
+def test_what_travels_is_encrypted(make: Make) -> None:
+    """A word that is sent many times is nowhere in the bytes on the wire."""
+    seen = bytearray()
+    with (
+        World(functools.partial(make, **tls_options())) as world,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
+        scheme, _, rest = world.members[1].addresses[0].partition("://")
+        port = int(rest.rpartition(":")[2])
+        done = threading.Thread(target=_tap, args=(server, port, seen))
+        done.start()
+        conn = world.members[0].link.dial(
+            f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
+        )
+        world.until(lambda: conn in world.members[0].conns(What.OPENED), "OPENED")
+        accepted = world.members[1].conns(What.ACCEPTED)[0]
+        for _ in range(20):
+            world.send(conn, b"a secret word", b"a secret word" * 100)
+        world.arrive(world.members[1].received.setdefault(accepted, []), 20)
+        conn.close()
+        world.lost(1, accepted)
+        done.join(PATIENCE)
+    assert len(seen) > 20 * 1300
+    assert b"secret" not in seen
+
+
+def _tap(server: socket.socket, port: int, seen: bytearray) -> None:
+    """Pass bytes on, one connection, and keep those of the dialler."""
+    client, _ = server.accept()
+    with client, socket.create_connection(("127.0.0.1", port)) as behind:
+        answers = threading.Thread(target=_copy, args=(behind, client, None))
+        answers.start()
+        _copy(client, behind, seen)
+        answers.join(PATIENCE)
+
+
+def _copy(source: socket.socket, sink: socket.socket, seen: bytearray | None) -> None:
+    try:
+        while data := source.recv(65536):
+            if seen is not None:
+                seen += data
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+    except OSError:  # the other end has left
+        pass
+
+
+# -- the words of `tls` ----------
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "words"),
+    [
+        (
+            ("stranger", "authority"),
+            ("member", "authority"),
+            "refused: .*authorities= must hold the certificate that signed it",
+        ),
+        (
+            ("member", "authority"),
+            ("stranger", "authority"),
+            "the peer refuses this member's certificate.*: unknown ca",
+        ),
+    ],
+    ids=["theirs is foreign", "ours is foreign"],
+)
+def test_a_refused_certificate_is_explained_to_who_dialled(
+    theirs: tuple[str, str], ours: tuple[str, str], words: str
+) -> None:
+    """By the end that refused it, or by its alert."""
+    with facing(
+        functools.partial(TlsLink, **other(*theirs)),
+        functools.partial(TlsLink, **other(*ours)),
+    ) as (listening, dialling):
+        conn = dialling.members[0].link.dial(listening.members[0].addresses[0])
+        event = lost_at(dialling, listening, conn)
+        assert re.search(words, event.reason)
+        assert listening.members[0].link.malformed == 1
+
+
+def test_a_name_that_does_not_match_is_explained() -> None:
+    """With the option that says which name to expect."""
+    with World(tls) as world:
+        address = world.members[1].addresses[0]
+        ours: Any = world.members[0].link
+        ours._server_name = "somebody.example"
+        conn = world.members[0].link.dial(address)
+        world.lost(0, conn)
+        reason = world.members[0].events[-1].reason
+        assert "somebody.example" in reason
+        assert "server_name=" in reason
+
+
+def test_a_peer_that_does_not_speak_tls_is_named() -> None:
+    """`tls` that dials `tcp` gets no hello, but a reason."""
+    with World(tls, 1) as world, socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tls://127.0.0.1:{server.getsockname()[1]}"
+        conn = world.members[0].link.dial(address)
+        server.settimeout(PATIENCE)
+        plain, _ = server.accept()
+        with plain:
+            plain.sendall(b"MQSTRM\1\n and so on")
+            world.lost(0, conn)
+        assert "does not speak TLS" in world.members[0].events[-1].reason
+
+
+def test_a_certificate_that_has_expired_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its own member when it connects, and by its peers if it does all the same."""
+    lapsed = other("lapsed", "lapsed_authority")
+    with pytest.raises(OSError, match=r"lapsed\.pem': certificate has expired"):
+        mq.connect("tls", group="tls", name="a", **lapsed)
+    monkeypatch.setattr(TlsLink, "_check_own", lambda self: None)
+    trusting = {**tls_options(), "authorities": lapsed["authorities"]}
+    with facing(
+        functools.partial(TlsLink, **lapsed), functools.partial(TlsLink, **trusting)
+    ) as (listening, dialling):
+        conn = dialling.members[0].link.dial(listening.members[0].addresses[0])
+        reason = lost_at(dialling, listening, conn).reason
+        assert "certificate has expired; it needs a new one" in reason
+
+
+def test_tls_1_2_is_spoken_only_where_both_ends_allow_it() -> None:
+    """By default the oldest version is 1.3."""
+    old = functools.partial(TlsLink, **tls_options(), oldest_version="1.2")
+    with facing(tls, old) as (modern, lenient):
+        ours: Any = lenient.members[0].link
+        ours._client.maximum_version = ours._oldest
+        conn = ours.dial(modern.members[0].addresses[0])
+        assert "version of TLS" in lost_at(lenient, modern, conn).reason
+    with World(old) as world:
+        ours = world.members[0].link
+        ours._client.maximum_version = ours._oldest
+        dialled, accepted = world.connect()
+        assert isinstance(dialled, TlsConn)
+        assert dialled._ssl.version() == "TLSv1.2"
+        world.send(dialled, b"head", bytes(100_000))
+        world.arrive(world.members[1].received.setdefault(accepted, []), 1)
+
+
+def test_a_connection_is_given_up_before_its_keys_are_worn_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The session goes on over another, and nothing is lost or doubled."""
+    monkeypatch.setattr(TlsConn, "key_bytes", 1_000_000)
+    numbers = list(range(40))
+    with (
+        mq.connect("tls", group="worn", name="a", **tls_options()) as a,
+        mq.connect("tls", group="worn", name="b", **tls_options()) as b,
+    ):
+        b.subscribe("t")
+        got = []
+
+        def receive() -> None:
+            got.extend(b.recv(timeout=PATIENCE).payload[0] for _ in numbers)
+
+        receiving = threading.Thread(target=receive)
+        receiving.start()
+        for number in numbers:
+            a.publish("t", [number, bytes(100_000)], timeout=PATIENCE)
+        receiving.join(PATIENCE)
+        assert got == numbers
+        assert a.stats()["peers"]["b"]["connections"] > 2
+
+
+# -- files and options ----------
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    """By name, before anything is opened."""
+    with pytest.raises(ValueError, match=r"tls needs certificate=.*missing: priv"):
+        TlsLink(**{**tls_options(), "private_key": ""})
+    with pytest.raises(
+        ValueError, match=r"oldest_version is '1.2' or '1.3', not '1.1'"
+    ):
+        TlsLink(**tls_options(), oldest_version="1.1")
+    with pytest.raises(TypeError, match="certificate"):
+        mq.connect("tls", group="tls", name="a", certificat="x")
+
+
+@pytest.mark.parametrize("option", ["certificate", "private_key", "authorities"])
+def test_a_file_that_is_missing_or_is_something_else_is_named(
+    option: str, tmp_path: Any
+) -> None:
+    """At `connect`; nothing stays open."""
+    garbage = tmp_path / "garbage.pem"
+    garbage.write_text("this is no certificate")
+    broken = tmp_path / "broken.pem"
+    text = (CERTIFICATES / "member.pem").read_text()
+    text += (CERTIFICATES / "member.key").read_text()
+    broken.write_text(text.replace("MI", "##"))
+    for path, words in (
+        (garbage, rf"{option} .*garbage\.pem' holds no"),
+        (broken, r"OpenSSL does not accept.*broken\.pem"),
+        (tmp_path / "nowhere", "nowhere"),
+    ):
+        with pytest.raises(OSError, match=words):
+            mq.connect(
+                "tls", group="tls", name="a", **{**tls_options(), option: str(path)}
+            )
+
+
+def test_a_key_of_another_certificate_is_named() -> None:
+    """OpenSSL compares them when they are loaded."""
+    stranger = tls_options("stranger")["private_key"]
+    with pytest.raises(OSError, match="the key is not that of the certificate"):
+        mq.connect(
+            "tls", group="tls", name="a", **{**tls_options(), "private_key": stranger}
+        )
+
+
+def test_a_key_with_a_password_is_refused_in_place_of_asking(tmp_path: Any) -> None:
+    """OpenSSL would ask at the terminal, where there may be nobody."""
+    locked = tmp_path / "locked.key"
+    locked.write_text(LOCKED)
+    with pytest.raises(OSError, match=r"locked\.key' is locked by a password"):
+        mq.connect(
+            "tls",
+            group="tls",
+            name="a",
+            **{**tls_options(), "private_key": os.fspath(locked)},
+        )
+
+
+LOCKED = """-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAioUViESWw3lAICCAAw
+DAYIKoZIhvcNAgkFADAdBglghkgBZQMEASoEEOGabEqGLYmZcJBvkvvfVSUEgZAH
+6TeLEoBeLjYYrvnu+f0Z92TRkpsvQgW6CrqDlWck3h2BtD/+Z2DM04m0eukPY7y7
+mNpvwiVc/qL/EudPqwtFma+UTOxZ0JO53c+ZTa93Iqi0gzwQcjeMvw/gKEXFo5uJ
+8cckk11aYATJsto0D2fJy6fxrkwqWaie9+dtkr7QPfd7w4R30eCQxVFK+Th53fQ=
+-----END ENCRYPTED PRIVATE KEY-----
+"""
+"""A key of which nothing else is known, nor needed."""

@@ -1,0 +1,227 @@
+"""torchrpc:cuda, as far as it can be shown without a GPU, and what needs one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from link_world import PATIENCE, Member, World
+
+import mq
+from mq.errors import TransportUnavailable
+from mq.mesh.poller import Poller
+from transports import _torchrpc_agent as rpc_agent
+from transports import _torchrpc_calls as calls
+from transports.torchrpc import TorchRpcLink
+from transports.torchrpc_cuda import TorchRpcCudaLink
+
+
+def test_cuda_without_cuda_says_so_and_what_to_do() -> None:
+    """A typed error, at once, with the remedy."""
+    if torch.cuda.is_available():
+        pytest.skip("this host has a CUDA device")
+    with pytest.raises(TransportUnavailable, match=r"CUDA.* use torchrpc:cpu"):
+        mq.connect("cuda", group="none")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device_map": "1_2_0"}, "1_2_0: no GPU 2"),
+        ({"device_map": {"1": {1: 0}}, "local_devices": [0]}, "1_1_0: GPU 1"),
+        ({"local_devices": ["cuda:5"]}, "names GPU 5"),
+    ],
+)
+def test_a_map_is_checked_against_the_gpus_here(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
+) -> None:
+    """At connect, before anything is opened; the entry is named."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    poller = Poller()
+    with pytest.raises(ValueError, match=words):
+        TorchRpcCudaLink(**options).open(poller, [], None)
+    poller.close()
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that believes that it has two GPUs; no tensor is ever on one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(rpc_agent, "gpus", lambda indices: [])
+    monkeypatch.setattr(rpc_agent.Agent, "_test_gpus", lambda agent: None)
+    channels = ("cma", "basic", "cuda_basic")
+    monkeypatch.setattr(rpc_agent, "channels_here", lambda names: channels)
+    options = rpc_agent.rpc.TensorPipeRpcBackendOptions
+
+    def without_cuda(*args: Any, **kwargs: Any) -> Any:
+        return options(*args, **{**kwargs, "_channels": ["cma", "basic"]})
+
+    monkeypatch.setattr(rpc_agent.rpc, "TensorPipeRpcBackendOptions", without_cuda)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_map_is_resolved_with_what_the_peer_reports(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By the default, or by the map; `describe` and the log say what it comes to."""
+    wanted = "2_0_1,7_0_0"  # one for all queues of a process, as its agent is
+    with (
+        caplog.at_level("INFO"),
+        mq.connect(
+            "cuda",
+            group="maps",
+            name="a",
+            map_name="1",
+            device_map=wanted,
+        ) as a,
+        mq.connect(
+            "cuda", group="maps", name="b", map_name="2", device_map=wanted
+        ) as b,
+    ):
+        described = a.describe(), b.describe()
+        peers = described[0]["peers"]["b"], described[1]["peers"]["a"]
+    assert [peer["connection"]["device map"] for peer in peers] == [
+        "2_0_1",
+        "1_0_0,1_1_1",
+    ]
+    assert peers[0]["connection"]["tensors"] == "cuda:0 to cuda:1"
+    assert described[0]["engine"]["device map waits for"] == "7_0_0"
+    assert described[1]["engine"]["local devices"] == "cuda:0,cuda:1"
+    for words in ("local devices cuda:0", "device map 2_0_1", "device map 1_0_0"):
+        assert words in caplog.text
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_map_cannot_name_a_rank_beyond_the_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the launcher says how many there are; other peers may always come later."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="4_0_1: no member is '4': WORLD_SIZE is 4"):
+        mq.connect("cuda", group="maps", name="a", device_map="3_0_0,4_0_1")
+    link = TorchRpcCudaLink(device_map="4_0_1", map_name="learner")
+    poller = Poller()
+    assert link.open(poller, [], None)  # these names are no ranks
+    link.close()
+    poller.close()
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_map_to_a_gpu_that_the_peer_lacks_is_refused() -> None:
+    """Before TensorPipe would abort both processes; the entry is named."""
+    names = iter("ab")
+    with World(
+        lambda: TorchRpcCudaLink(map_name=next(names), device_map="b_0_7")
+    ) as world:
+        conn = world.members[0].link.dial(world.members[1].addresses[0])
+        world.lost(0, conn)
+        assert "b_0_7: member 'b' has no GPU 7" in world.members[0].events[0].reason
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_connection_says_where_tensors_arrive() -> None:
+    """By the map, or index by index; `describe` shows it."""
+    make = functools.partial(TorchRpcCudaLink, device_map="b_0_1", map_name="b")
+    with World(make) as world:
+        conn, accepted = world.connect()
+        assert conn.devices == accepted.devices == {"cuda:0": "cuda:1"}
+        assert conn.describe()["device map"] == "b_0_1"
+        assert conn.describe()["tensors"] == "cuda:0 to cuda:1"
+        assert world.members[0].link.devices == {"cuda:0", "cuda:1"}
+        world.send(conn, b"head", bytes(300_000))
+        world.arrive(world.members[1].received.setdefault(accepted, []), 1)
+    make = functools.partial(TorchRpcCudaLink, local_devices=[1])
+    with World(make) as world:
+        conn, _ = world.connect()
+        assert conn.devices == {"cuda:1": "cuda:1"}
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    "options", [{"channels": ("cma", "basic")}, {"local_devices": []}]
+)
+def test_without_a_channel_or_a_gpu_tensors_are_staged(options: dict[str, Any]) -> None:
+    """TensorPipe would abort; it is said in `describe`."""
+    with World(functools.partial(TorchRpcCudaLink, **options)) as world:
+        conn, _ = world.connect()
+        assert not conn.devices
+        assert conn.describe()["tensors"] == "staged through host memory"
+        assert not world.members[0].link.devices
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_peers_beyond_the_names_are_staged_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A name is free again once its peer is gone."""
+    options = rpc_agent.Options(maps=((((0, 0),), 2),))
+    agent = rpc_agent.acquire(options)
+    try:
+        pairs = ((0, 0),)
+        peers = [agent.peer(f"{n}", agent.url, "", pairs) for n in range(3)]
+        assert [peer.mapped for peer in peers] == [True, True, False]
+        assert "raise max_gpu_peers" in caplog.text
+        peers[0].fail("it is gone")
+        again = agent.peer("3", agent.url, "", pairs)
+        assert again.mapped
+        assert again.worker.name == peers[0].worker.name
+        assert again.worker.id != peers[0].worker.id
+        asked = [b"still", torch.arange(3)]
+        answer = agent._ask(again, rpc_agent.echo, (asked,), with_tensors=True)
+        assert answer[1].tolist() == [0, 1, 2]
+        peers[1].listeners["a connection"] = lambda reason: None
+        peers[1].fail("it is gone, but somebody may be calling it")
+        assert not agent.peer("4", agent.url, "", pairs).mapped
+    finally:
+        rpc_agent.release(agent)
+
+
+def test_channels_that_torch_lacks_are_left_out() -> None:
+    """The CPU build has none for GPUs; what it has stays in order."""
+    found = rpc_agent.channels_here(("cuda_basic", "basic", "cma", "no_such"))
+    assert [name for name in found if not name.startswith("cuda")] == ["basic", "cma"]
+
+
+@pytest.mark.parametrize("number", [-1, 5000])
+def test_the_number_of_gpu_peers_is_bounded(number: int) -> None:
+    """Every call pays for each."""
+    with pytest.raises(ValueError, match="max_gpu_peers"):
+        TorchRpcCudaLink(max_gpu_peers=number)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_queues_of_one_process_exchange_tensors_on_a_gpu() -> None:
+    """Of every dtype, on another stream, retained too; nothing stays on the CPU."""
+    values = torch.randint(0, 2, (64,), device="cuda:0")
+    sent = {
+        str(dtype): values.to(dtype)
+        for dtype in (torch.bool, torch.bfloat16, torch.float16, torch.int64)
+    }
+    with (
+        mq.connect("cuda", group="one gpu", name="a") as a,
+        mq.connect("cuda", group="one gpu", name="b") as b,
+    ):
+        a.publish("t", sent, retain=True, timeout=PATIENCE)
+        b.subscribe("t")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = b.recv(timeout=PATIENCE).payload
+            assert {str(t.device) for t in found.values()} == {"cuda:0"}
+            assert all(torch.equal(found[key], sent[key]) for key in sent)
+        connection = a.describe()["peers"]["b"]["connection"]
+        assert connection["tensors"].startswith("cuda:0 to cuda:0")
+
+
+def test_a_member_that_closes_in_the_world_leaves_no_receiver() -> None:
+    """What the process-wide table of connections holds goes with each of them."""
+    before = set(calls.receivers)
+    with World(TorchRpcLink) as world:
+        world.connect()
+        extra = Member(TorchRpcLink, world.poller)
+        extra.link.dial(world.members[0].addresses[0])
+        extra.link.close()
+    assert set(calls.receivers) == before

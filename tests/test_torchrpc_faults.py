@@ -1,0 +1,197 @@
+"""What torchrpc's link does about breaks, deaths and forks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from link_world import PATIENCE, World
+from torchrpc_links import context, dial, echoed, peer_process
+
+import mq
+from mq.testing.proxy import Proxy
+from mq.transport import Conn, What
+from transports.torchrpc import TorchRpcLink
+
+
+def test_a_cut_socket_is_lost_at_both_ends_and_what_arrived_is_a_prefix() -> None:
+    """TensorPipe's own connections live on; the next dial begins afresh."""
+    with World(TorchRpcLink) as world:
+        ours, theirs = world.members
+        behind = theirs.addresses[0].rpartition("/")[0]
+        with contextlib.closing(Proxy(behind, "")) as proxy:
+            dialled = ours.link.dial(proxy.address)
+            world.until(lambda: dialled in ours.conns(What.OPENED), "OPENED")
+            (accepted,) = theirs.conns(What.ACCEPTED)
+            for index in range(50):
+                world.send(dialled, b"%d" % index, bytes(100_000))
+            world.until(lambda: bool(theirs.received), "the first message")
+            proxy.cut()
+            world.lost(0, dialled)
+            world.lost(1, accepted)
+        heads = [head for head, _ in theirs.received[accepted]]
+        assert heads == [b"%d" % index for index in range(len(heads))]
+        again, accepted_again = world.connect()
+        world.send(again, b"new")
+        world.until(lambda: accepted_again in theirs.received, "the new message")
+        assert theirs.received[accepted_again] == [(b"new", b"")]
+
+
+def test_a_break_of_tensorpipes_own_connections_is_lost_and_mended() -> None:
+    """The lifeline tells of it; the next dial takes new connections."""
+    with World(TorchRpcLink) as world:
+        ours, theirs = world.members
+        assert isinstance(ours.link, TorchRpcLink)
+        agent = ours.link.agent  # the same at both ends, so both go by the proxy
+        with contextlib.closing(Proxy(agent.url, "")) as proxy:
+            agent.url = proxy.address
+            for _ in range(3):
+                dialled, accepted = world.connect()
+                world.send(dialled, b"head", bytes(1_000_000))
+                world.until(lambda: accepted in theirs.received, "a message")  # noqa: B023
+                assert proxy.cut() >= 1
+                world.lost(0, dialled)
+                world.lost(1, accepted)
+
+
+def test_a_queue_resumes_after_its_socket_was_cut() -> None:
+    """Nothing is lost or doubled, although the calls under way were given up."""
+    options: dict[str, Any] = {"group": "cut", "secret": "a secret", "peer_timeout": 20}
+    with mq.connect(
+        "torchrpc", name="a", listen="torchrpc://127.0.0.1:0", **options
+    ) as a:
+        behind = a.describe()["addresses"][0].rpartition("/")[0]
+        with (
+            contextlib.closing(Proxy(behind, "")) as proxy,
+            mq.connect("torchrpc", name="b", attach_to=proxy.address, **options) as b,
+        ):
+            for sender, receiver in ((a, b), (b, a)):
+                receiver.subscribe("t", timeout=PATIENCE)
+                got = []
+                for number in range(60):
+                    payload = bytes(3_000_000 if number % 5 == 0 else 10)
+                    sender.publish("t", [number, payload], timeout=PATIENCE)
+                    if number % 20 == 10:
+                        assert proxy.cut() >= 1
+                    got.append(receiver.recv(timeout=PATIENCE).payload[0])
+                assert got == list(range(60))
+            assert b.stats()["peers"]["a"]["connections"] > 2
+
+
+def test_a_killed_peer_is_lost_at_once_and_the_others_go_on() -> None:
+    """With calls under way; later peers are reached, and the close does not hang."""
+    with World(TorchRpcLink, 1) as world:
+        with peer_process() as (doomed, process), peer_process() as (other, _):
+            conn, lively = dial(world, doomed), dial(world, other)
+            echoed(world, conn, b"hello")
+            body = memoryview(bytearray(world.members[0].link.chunk_bytes))
+            for _ in range(3):
+                conn.try_send(b"large", body)
+            begin = time.monotonic()
+            process.kill()
+            world.lost(0, conn)
+            assert time.monotonic() - begin < 5
+            echoed(world, lively, b"still here")
+            with peer_process() as (late, _):
+                echoed(world, dial(world, late), b"welcome")
+            world.lost(0, _dial_nobody(world, doomed))
+
+
+def _dial_nobody(world: World, address: str) -> Conn:
+    return world.members[0].link.dial(address)
+
+
+def test_a_stopped_peer_is_refused_and_does_not_hold_up_the_close() -> None:
+    """Bounded bytes are under way; close gives them half a second."""
+    with peer_process() as (address, process), World(TorchRpcLink, 1) as world:
+        conn = dial(world, address)
+        echoed(world, conn, b"hello")
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        body = memoryview(bytearray(world.members[0].link.chunk_bytes))
+        sent = 0
+        while conn.try_send(b"large", body):
+            sent += 1
+            assert sent < 20, "a stopped peer must be refused"
+        begin = time.monotonic()
+        world.members[0].link.close()
+        assert time.monotonic() - begin < 2
+
+
+def _mother_main(pipe: Connection) -> None:
+    """Dial, fork a child that stays, and wait to be killed."""
+    address = pipe.recv()
+    with World(TorchRpcLink, 1) as world:
+        conn = dial(world, address)
+        echoed(world, conn, b"hello")
+        child = os.fork()
+        if child == 0:
+            world.members[0].link.abandon()
+            signal.pause()
+        pipe.send(child)
+        signal.pause()
+
+
+def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
+    """It holds TensorPipe's connections open, but not the socket beside them."""
+    ours, theirs = context.Pipe()
+    with World(TorchRpcLink, 1) as world:
+        (member,) = world.members
+        mother = context.Process(target=_mother_main, args=(theirs,), daemon=True)
+        mother.start()
+        theirs.close()
+        ours.send(member.addresses[0])
+        child = 0
+        try:
+            world.until(lambda: bool(member.conns(What.ACCEPTED)), "ACCEPTED")
+            (accepted,) = member.conns(What.ACCEPTED)
+            world.until(lambda: bool(member.received.get(accepted)), "the greeting")
+            world.send(accepted, b"hello")
+            assert ours.poll(PATIENCE)
+            child = ours.recv()
+            mother.kill()
+            world.lost(0, accepted)
+        finally:
+            mother.kill()
+            mother.join(PATIENCE)
+            mother.close()
+            ours.close()
+            if child:
+                os.kill(child, signal.SIGKILL)
+
+
+def _poor_main(pipe: Connection) -> None:
+    """Meet one peer, then a second with hardly a descriptor left."""
+    first, second = pipe.recv()
+    with World(TorchRpcLink, 1) as world:
+        conn = dial(world, first)
+        echoed(world, conn, b"hello")
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, most))
+        refused = world.members[0].link.dial(second)
+        world.lost(0, refused)
+        echoed(world, conn, b"still here")
+        pipe.send(world.members[0].events[-1].reason)
+
+
+def test_a_process_without_descriptors_refuses_a_peer_and_lives_on() -> None:
+    """TensorPipe would end it: `connectFromLoop: too many open files`."""
+    ours, theirs = context.Pipe()
+    with peer_process() as (first, _), peer_process() as (second, _):
+        poor = context.Process(target=_poor_main, args=(theirs,), daemon=True)
+        poor.start()
+        theirs.close()
+        ours.send((first, second))
+        try:
+            assert ours.poll(PATIENCE)
+            assert "RLIMIT_NOFILE" in ours.recv()
+        finally:
+            poor.join(PATIENCE)
+            poor.close()
+            ours.close()

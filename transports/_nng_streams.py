@@ -1,0 +1,200 @@
+"""How NNG's TLS streams come to be: those who dial, those who listen, certificates."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Sequence
+from typing import Any
+
+from pynng import ffi, lib
+
+from transports._nng_aio import Operation
+from transports._nng_pair import check, explain
+
+
+def descriptors() -> list[int]:
+    """What this process has open."""
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def ports_of(fd: int) -> list[int]:
+    """The ports at the ends of a TCP connection, or of a listener; else none."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return []
+        with socket.socket(fileno=os.dup(fd)) as found:
+            if found.family not in (socket.AF_INET, socket.AF_INET6):
+                return []
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return [found.getsockname()[1]]
+            return [found.getsockname()[1], found.getpeername()[1]]
+    except OSError:
+        return []
+
+
+class Dialler:
+    """One attempt to connect.
+
+    Raises:
+        OSError: NNG does not take the address.
+    """
+
+    def __init__(self, address: str, config: Any) -> None:
+        self._operation = Operation()
+        made = ffi.new("nng_stream_dialer **")
+        try:
+            check(lib.nng_stream_dialer_alloc(made, address.encode()))
+        except OSError:
+            self._operation.close()
+            raise
+        self._dialer: Any = made[0]
+        check(lib.nng_stream_dialer_set_ptr(self._dialer, b"tls-config", config))
+        self._operation.begin(lambda aio: lib.nng_stream_dialer_dial(self._dialer, aio))
+
+    def fileno(self) -> int:
+        """Readable when it has ended."""
+        return self._operation.fd
+
+    def stream(self) -> Any:
+        """The stream, once.
+
+        Raises:
+            OSError: It could not connect.
+        """
+        check(self._operation.finish())
+        return self._operation.output()
+
+    def close(self) -> None:
+        """Free everything but the stream that was taken."""
+        operation = self._operation
+        if operation.running:
+            lib.nng_stream_dialer_close(self._dialer)
+            operation.wait()
+            if not operation.code():
+                lib.nng_stream_free(operation.output())
+        operation.close()
+        if self._dialer is not None:
+            lib.nng_stream_dialer_free(self._dialer)
+            self._dialer = None
+
+    def abandon(self) -> None:
+        """Let go of it in a forked child."""
+        self._operation.abandon()
+
+
+class Listener:
+    """A listening address, and the connections that come to it.
+
+    Raises:
+        OSError: It cannot be listened on.
+    """
+
+    def __init__(self, address: str, config: Any) -> None:
+        made = ffi.new("nng_stream_listener **")
+        check(lib.nng_stream_listener_alloc(made, address.encode()))
+        self._listener: Any = made[0]
+        self._operation = Operation()
+        try:
+            check(
+                lib.nng_stream_listener_set_ptr(self._listener, b"tls-config", config)
+            )
+            check(lib.nng_stream_listener_listen(self._listener))
+            port = ffi.new("int *")
+            name = b"tcp-bound-port"
+            check(lib.nng_stream_listener_get_int(self._listener, name, port))
+        except OSError:
+            self.close()
+            raise
+        self.port = int(port[0])
+        self._accept()
+
+    def _accept(self) -> None:
+        self._operation.begin(
+            lambda aio: lib.nng_stream_listener_accept(self._listener, aio)
+        )
+
+    def fileno(self) -> int:
+        """Readable when somebody has connected."""
+        return self._operation.fd
+
+    def accept(self) -> Any:
+        """The next connection's stream, or None."""
+        operation = self._operation
+        if not operation.has_ended():
+            return None
+        stream = None if operation.finish() else operation.output()
+        self._accept()
+        return stream
+
+    def close(self) -> None:
+        """Stop listening."""
+        operation = self._operation
+        lib.nng_stream_listener_close(self._listener)
+        if operation.running:
+            operation.wait()
+            if not operation.code():
+                lib.nng_stream_free(operation.output())
+        operation.close()
+        lib.nng_stream_listener_free(self._listener)
+
+    def abandon(self) -> None:
+        """Let go of it in a forked child."""
+        self._operation.abandon()
+        for fd in descriptors():
+            if ports_of(fd) == [self.port]:
+                os.close(fd)
+
+
+class TlsOptions:
+    """How members prove who they are, as NNG's configurations for both roles.
+
+    Args:
+        paths: PEM files: certificate, private key, authorities.
+        server_name: The name to ask every dialled member for; None: its host.
+
+    Raises:
+        OSError: A file cannot be read, or is not what it must be.
+    """
+
+    def __init__(self, paths: Sequence[str], server_name: str | None) -> None:
+        self._texts = []
+        for path in paths:
+            with open(path, "rb") as file:
+                self._texts.append(file.read())
+        self._server_name = server_name
+        self._clients: dict[str, Any] = {}
+        self.server = self._configure(lib.NNG_TLS_MODE_SERVER)
+
+    def client(self, host: str) -> Any:
+        """The configuration to dial a host with."""
+        name = self._server_name or host.strip("[]")
+        if name not in self._clients:
+            self._clients[name] = self._configure(lib.NNG_TLS_MODE_CLIENT, name)
+        return self._clients[name]
+
+    def _configure(self, mode: int, name: str = "") -> Any:
+        certificate, key, authorities = self._texts
+        made = ffi.new("nng_tls_config **")
+        check(lib.nng_tls_config_alloc(made, mode))
+        config = made[0]
+        own = lib.nng_tls_config_own_cert(config, certificate, key, ffi.NULL)
+        chain = lib.nng_tls_config_ca_chain(config, authorities, ffi.NULL)
+        for code, what in (
+            (own, "certificate and private_key"),
+            (chain, "authorities"),
+        ):
+            if code:
+                lib.nng_tls_config_free(config)
+                raise OSError(0, f"NNG does not accept {what}: {explain(code)}")
+        check(lib.nng_tls_config_auth_mode(config, lib.NNG_TLS_AUTH_MODE_REQUIRED))
+        if name:
+            check(lib.nng_tls_config_server_name(config, name.encode()))
+        return config
+
+    def close(self) -> None:
+        """Free them."""
+        for config in (self.server, *self._clients.values()):
+            lib.nng_tls_config_free(config)
+        self._clients.clear()

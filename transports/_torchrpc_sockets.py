@@ -1,0 +1,158 @@
+"""The sockets of the link: its listeners, and the one beside each connection.
+
+Who has not greeted yet is a stranger: their number and their time are bounded, and
+nothing of theirs reaches TensorPipe.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from transports import _torchrpc_control as control
+from transports._torchrpc_control import BadNote, Control
+
+if TYPE_CHECKING:
+    from transports._torchrpc_conns import RpcConn
+    from transports.torchrpc import TorchRpcLink
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS: Final = 256
+"""Sockets that have not greeted yet; beyond, the oldest is closed."""
+
+
+class Sockets:
+    """Every socket of a link, behind one descriptor.
+
+    Attributes:
+        epoll: Readable when `look` has something to do.
+        conns: The connection that a socket belongs to, by its descriptor.
+        strangers: Until when a socket may take to greet, by its descriptor.
+
+    Args:
+        link: It reads the notes.
+        greeting_timeout: Seconds that a socket may take to greet.
+    """
+
+    def __init__(self, link: TorchRpcLink, greeting_timeout: float) -> None:
+        self.epoll = select.epoll()
+        self.conns: dict[int, RpcConn] = {}
+        self.strangers: dict[int, float] = {}
+        self._link = link
+        self._greeting_timeout = greeting_timeout
+        self._listeners: dict[int, socket.socket] = {}
+        self._controls: dict[int, Control] = {}
+
+    def listen(self, host: str, port: int) -> int:
+        """Listen on an address; its port.
+
+        Raises:
+            OSError: Its text names the address.
+        """
+        sock = control.listen(host, port)
+        self._listeners[sock.fileno()] = sock
+        self.epoll.register(sock.fileno(), select.EPOLLIN)
+        found: int = sock.getsockname()[1]
+        return found
+
+    def add(self, sock: Control, conn: RpcConn | None = None) -> None:
+        """Watch a socket that must greet; `conn`: the connection that dialled it."""
+        self._controls[sock.fd] = sock
+        self.epoll.register(sock.fd, sock.events)
+        self.strangers[sock.fd] = time.monotonic() + self._greeting_timeout
+        if conn is not None:
+            self.conns[sock.fd] = conn
+        if len(self.strangers) > MAX_STRANGERS:
+            oldest = self._controls[next(iter(self.strangers))]
+            self._drop(oldest, "too many strangers")
+
+    def know(self, sock: Control, conn: RpcConn) -> None:
+        """A stranger has greeted, and is the peer of this connection."""
+        self.strangers.pop(sock.fd, None)
+        self.conns[sock.fd] = conn
+
+    def send(self, sock: Control, note: dict[str, Any]) -> None:
+        """Send a note, now or when the socket takes it."""
+        sock.send(note)
+        if self._controls.get(sock.fd) is sock:
+            self.epoll.modify(sock.fd, sock.events)
+
+    def look(self) -> None:
+        """Accept, and read what has come."""
+        for fd, mask in self.epoll.poll(0, 64):
+            if fd in self._listeners:
+                self._accept(self._listeners[fd])
+            elif fd in self._controls:
+                self._serve(self._controls[fd], mask)
+
+    def expire(self, now: float) -> None:
+        """Close the strangers that have not greeted in time."""
+        for fd in [fd for fd, until in self.strangers.items() if until < now]:
+            reason = f"no greeting within {self._greeting_timeout:g} s"
+            self._drop(self._controls[fd], reason)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:  # the peer is gone already, or no descriptor is free
+            return
+        self.add(Control(sock))
+
+    def _serve(self, sock: Control, mask: int) -> None:
+        if mask & select.EPOLLOUT:
+            sock.flush()
+        try:
+            while (note := sock.take()) is not None:
+                self._link.read(sock, note)
+            if not sock.ended:
+                self.epoll.modify(sock.fd, sock.events)
+                return
+        except (BadNote, OSError) as error:
+            self._refuse(sock, str(error))
+            return
+        self._ended(sock)
+
+    def _refuse(self, sock: Control, reason: str) -> None:
+        """End a socket over what came from it; its peer is told why."""
+        self._link.malformed += 1
+        if sock.fd in self.strangers:
+            sock.send({"refused": reason})
+        logger.debug("refused %s: %s", sock.remote, reason)
+        self._drop(sock, reason)
+
+    def _ended(self, sock: Control) -> None:
+        conn = self.conns.get(sock.fd)
+        if sock.fd in self.strangers:
+            self._link.malformed += conn is None
+            self._drop(sock, f"nobody answers at this address ({sock.ended})")
+            return
+        self.forget(sock)
+        if conn is not None:
+            conn.control_ended()
+
+    def _drop(self, sock: Control, reason: str) -> None:
+        conn = self.conns.get(sock.fd)
+        self.forget(sock)
+        if conn is not None:
+            conn.fail(reason)
+
+    def forget(self, sock: Control) -> None:
+        """Close a socket; idempotent."""
+        if self._controls.get(sock.fd) is sock:
+            del self._controls[sock.fd]
+            self.strangers.pop(sock.fd, None)
+            self.conns.pop(sock.fd, None)
+            self.epoll.unregister(sock.fd)
+        sock.close()
+
+    def close(self) -> None:
+        """Close everything, in a forked child too: these descriptors are its own."""
+        self.epoll.close()
+        for listener in self._listeners.values():
+            listener.close()
+        for sock in self._controls.values():
+            sock.close()
