@@ -3,13 +3,15 @@
 # make test     the whole test suite
 # make check    format, lint, types
 # make stress   the conformance suite ten times in a row beside a busy core
+# make ding     DI-engine's workers over mq, with DI-engine installed beside the environment
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+DING := $(CURDIR)/$(VENV)/ding
 
-.PHONY: bench bench-full test check stress clean
+.PHONY: bench bench-full test check stress clean ding
 
 bench: $(READY)
 	$(BIN)/mq bench --quick
@@ -27,6 +29,13 @@ check: $(READY)
 
 stress: $(READY)
 	$(BIN)/python tests/stress.py
+
+ding: $(DING)/ready
+	PYTHONPATH=$(DING) $(BIN)/python -m pytest -p no:cacheprovider tests/test_apps_ding.py
+
+$(DING)/ready: $(READY) tests/ding.txt
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(DING) --requirement tests/ding.txt
+	touch $@
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; say which: make PYTHON=python3.12")'

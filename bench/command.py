@@ -22,7 +22,8 @@ other, and compared by the ratios within a round. Results are written as JSON li
 (results.jsonl) and as a report (report.html with its plots, and report.md).
 
   mq bench compare A.jsonl B.jsonl    what got slower or faster between two runs
-  mq bench report RESULTS.jsonl       write the report on a run again"""
+  mq bench report RESULTS.jsonl       write the report on a run again
+  mq bench apps                       applications end to end: mq bench apps --help"""
 
 _QUICK_ROUNDS, _QUICK_BUDGET = 3, 0.15
 _QUICK_SECONDS = 255.0  # the report takes 15 more, and all of it less than 300
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick",
         action="store_true",
         help=f"{', '.join(plan.QUICK_TRANSPORTS)}, few sizes up to 640 MB, the largest "
-        "in one round only, and less than five minutes in all",
+        "only once, and less than five minutes in all",
     )
 
 
@@ -123,6 +124,10 @@ def main(arguments: Sequence[str]) -> int:
         return compare.main(arguments[1:])
     if arguments[:1] == ["report"]:
         return report.main(arguments[1:])
+    if arguments[:1] == ["apps"]:
+        from bench.apps import command as apps
+
+        return apps.main(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="mq bench",
         description=DESCRIPTION,
@@ -300,4 +305,7 @@ def measure(cell: Cell, reasons: dict[str, str], touch: bool = False) -> Result:
     if not touch or not workload.spokes:
         needed = 0
     needed = min(needed, _TOUCH, plan.free_memory() // 2)
-    return run_cell(cell, workload.body, size, threads=threads, touch=needed)
+    result = run_cell(cell, workload.body, size, threads=threads, touch=needed)
+    if result.status == "ok" and not result.metrics.get("value", 0.0) > 0:
+        return Result.of(cell, "failed", "too little arrived to be measured")
+    return result

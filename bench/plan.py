@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ QUICK_TRANSPORTS = (
     *("zmq:ipc", "zmq:tcp", "torchrpc:cpu"),
 )
 ONCE = 100_000_000
-"""Bytes from which a quick run measures in its first round only: they take longest."""
+"""Bytes from which a quick run measures once, after its first round: they take long."""
 
 _UNITS = {"": 1}
 for _power, _prefix in enumerate("kmgt", 1):
@@ -107,21 +106,38 @@ def cells(
 
     Args:
         sizes: In place of each workload's own; empty: those.
-        quick: Few sizes; those from `ONCE` bytes in the first round only.
+        quick: Few sizes; those from `ONCE` bytes once, after the first round.
     """
-    for number, workload in itertools.product(range(rounds), workloads):
-        known = WORKLOADS[workload]
-        own = known.sizes if known.quick is None or not quick else known.quick
-        if sizes and known.sizes != (0,):
-            own = tuple(sizes)
-        runners = _runners(transports, workload)
-        for nbytes in own:
-            if quick and number and nbytes >= ONCE:
-                continue
-            limit = 30.0 + 10 * budget + nbytes / 2e7
-            for runner in runners if number % 2 == 0 else runners[::-1]:
-                if not (quick and _left_out(runner, nbytes)):
-                    yield Cell(runner, workload, nbytes, number, budget, limit)
+    for number in range(rounds):
+        last = []
+        for workload in workloads:
+            for cell in _round(transports, workload, sizes, number, budget, quick):
+                if quick and cell.nbytes >= ONCE:
+                    last.append(cell)
+                else:
+                    yield cell
+        if not number:
+            yield from last
+
+
+def _round(
+    transports: Sequence[str],
+    workload: str,
+    sizes: Sequence[int],
+    number: int,
+    budget: float,
+    quick: bool,
+) -> Iterator[Cell]:
+    known = WORKLOADS[workload]
+    own = known.sizes if known.quick is None or not quick else known.quick
+    if sizes and known.sizes != (0,):
+        own = tuple(sizes)
+    runners = _runners(transports, workload)
+    for nbytes in own:
+        limit = 30.0 + 10 * budget + nbytes / 2e7
+        for runner in runners if number % 2 == 0 else runners[::-1]:
+            if not (quick and _left_out(runner, nbytes)):
+                yield Cell(runner, workload, nbytes, number, budget, limit)
 
 
 def _left_out(runner: str, nbytes: int) -> bool:

@@ -72,7 +72,8 @@ def latency(peer: Peer) -> Metrics | None:
         with peer.timed():
             empties, trips = _alternate(wire, payload, peer.spokes, count)
     empty = percentiles(empties)["p50"]
-    found = percentiles(trip - empty / 2 for trip in trips)
+    # A tensor takes no less than the answer: noise must not make it less than nothing.
+    found = percentiles(max(trip - empty / 2, trip / 2) for trip in trips)
     carried = float(count * nbytes * peer.spokes)
     return {
         "value": found["p50"],
@@ -144,7 +145,7 @@ def _flow(peer: Peer, kind: str, sender: bool) -> Metrics | None:
     known = BASELINES.get(peer.cell.transport)
     lossy = known is not None and known.lossy
     # Each trial of what loses ends with a second of silence: they begin with more.
-    count = 4 if nbytes >= _LARGE else 5000 if lossy else 200
+    count = 4 if nbytes >= _LARGE else 5000 if lossy else 50
     seconds, delivered, trial = 0.0, 0, 0
     lasting = False
     with open_wire(peer, quiet=1.0 if lossy else None) as wire:
@@ -170,7 +171,8 @@ def _flow(peer: Peer, kind: str, sender: bool) -> Metrics | None:
             trial += 1
             if not lasting:
                 growth = 1.2 * budget / max(seconds, 1e-6)
-                count = min(_MOST, int(count * min(20.0, max(2.0, growth))))
+                least = 2.0 if seconds < budget else 1.0
+                count = min(_MOST, int(count * min(20.0, max(least, growth))))
     if sender:
         return None
     lost = count * senders - delivered

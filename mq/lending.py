@@ -12,6 +12,7 @@ read off one dictionary and never counted beside it, for the same reason.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -162,11 +163,16 @@ class Lender:
             never used again.
         dropped: How many were retired.
         waits: How many times `publish` or `loan` found no memory.
+        full: Whether the last block that was not there will be when others return.
+            Otherwise it is descriptors that are short, and not memory.
+        refusal: Why the system gave no memory, if it did not the last time.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = memory_bytes() // 4 if limit_bytes is None else limit_bytes
         self.waits = 0
+        self.full = False
+        self.refusal = ""
         self._complained = False
         self._reset()
         _lenders.add(self)
@@ -275,6 +281,7 @@ class Lender:
 
     def _grow(self, size: int) -> list[Place] | None:
         """Take a segment from the system, if need be in place of unused ones."""
+        self.full = True
         unused, segments = self._unused(), self._all()
         count, most = len(segments), _most_segments()
         mapped = sum(segment.nbytes for segment in segments)
@@ -285,6 +292,7 @@ class Lender:
             count -= 1
             self._retire(unused.pop(0))
         if count >= most:
+            self.full = False
             return None
         alike = sum(s.nbytes for s in self.segments.values() if s.block_bytes == size)
         share = min(MAX_SEGMENT_BYTES, self.limit_bytes // _SHARE)
@@ -302,16 +310,20 @@ class Lender:
     ) -> Segment | None:
         """A segment; where the system refuses, a small one or one for unused ones."""
         try:
-            return Segment(blocks * size, size)
+            segment = Segment(blocks * size, size)
+            self.refusal = ""
+            return segment
         except OSError as error:
             if blocks == 1 and not unused:
-                self._complain(size, error)
+                self.refusal = str(error)
+                self.full = error.errno not in (errno.EMFILE, errno.ENFILE)
+                self._complain(size)
                 return None
         if blocks == 1:
             self._retire(unused.pop(0))
         return self._allocate(1, size, unused)
 
-    def _complain(self, size: int, error: OSError) -> None:
+    def _complain(self, size: int) -> None:
         if not self._complained:
             self._complained = True
             logger.warning(
@@ -319,7 +331,7 @@ class Lender:
                 "for others to be read, or go through the socket. Raise the limit that "
                 "the error names, or lower shm_bytes",
                 size,
-                str(error),  # it refers to this object, and handlers may keep it
+                self.refusal,
             )
 
     def _collect(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -189,16 +191,34 @@ def _secret(
 
 
 def memory_bytes() -> int:
-    """Memory that this process may use: of the machine, or of its cgroup if less."""
+    """Memory that this process may use: of the machine, its cgroups or its limits."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in (
-        "/sys/fs/cgroup/memory.max",
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-    ):
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        total = min(total, address_space)
+    for file in _limit_files():
         try:
-            text = Path(path).read_text().strip()
+            text = file.read_text().strip()
         except OSError:
             continue
         if text.isdigit():
             total = min(total, int(text))
     return total
+
+
+def _limit_files() -> list[Path]:
+    """Where the memory of this process's cgroup, and of those around it, is limited."""
+    groups = {"": "/", "memory": "/"}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            for controller in {*controllers.split(",")} & groups.keys():
+                groups[controller] = group
+    found = []
+    for controller, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        root = Path("/sys/fs/cgroup", controller)
+        inner = Path(root, groups[controller].lstrip("/"))
+        while inner.is_relative_to(root):
+            found.append(inner / name)
+            inner = inner.parent
+    return found

@@ -15,11 +15,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-CONFORMANCE = "tests/test_conformance.py"
+_HERE = Path(__file__).parent
+CONFORMANCE = str(_HERE / "test_conformance.py")
+_BENCH = sorted(
+    map(str, (*_HERE.glob("test_bench*.py"), *_HERE.glob("test_apps_*.py")))
+)
+_SOME = "nng or torchrpc or [tcp-"
 PARTS = {
-    "conformance of zmq and inproc": [CONFORMANCE, "-k", "not (nng or torchrpc)"],
-    "conformance of nng and torchrpc": [CONFORMANCE, "-k", "nng or torchrpc"],
-    "all but conformance": ["tests", "--ignore", CONFORMANCE],
+    "conformance of nng, tcp and torchrpc": [CONFORMANCE, "-k", _SOME],
+    "conformance of the others": [CONFORMANCE, "-k", f"not ({_SOME})"],
+    "the bench and its applications": _BENCH,
+    "all else": [str(_HERE), *(f"--ignore={path}" for path in (CONFORMANCE, *_BENCH))],
 }
 LIMIT_SECONDS = 3600.0
 PROGRESS_SECONDS = 30.0

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from bench import baselines, payloads, raw, raw_nng
+from bench import baselines, command, payloads, raw, raw_nng
 from bench.command import measure, unusable
 from bench.gpu import Gpu, move
 from bench.peer import Metrics, Peer, Unusable
@@ -265,6 +265,16 @@ def test_an_unusable_transport_is_a_row() -> None:
     """A transport that cannot work appears with its reason."""
     result = measure(Cell("zmq:ipc", "latency", 1250), {"zmq:ipc": "no luck"})
     assert (result.status, result.reason) == ("skipped", "no luck")
+
+
+def test_what_measured_nothing_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate of nothing per second is a row with that reason, never a figure."""
+    cell = Cell("raw:zmq:ipc:pubsub", "rate", 64)
+    empty = Result.of(cell, "ok", metrics={"value": 0.0})
+    monkeypatch.setattr(command, "run_cell", lambda *args, **rest: empty)
+    result = measure(cell, {})
+    assert (result.status, result.metrics) == ("failed", {})
+    assert "too little arrived" in result.reason
 
 
 def test_what_does_not_fit_into_memory_is_not_tried() -> None:

@@ -90,12 +90,16 @@ def quick(transports: list[str]) -> list[Cell]:
 
 
 def test_a_quick_run_keeps_the_published_sizes_and_leaves_out_what_takes_long() -> None:
-    """The largest size is in one round only, and what needs minutes in none."""
+    """The largest size comes once, after all others, what needs minutes never."""
     found = quick(list(plan.QUICK_TRANSPORTS))
     latency = [c for c in found if (c.workload, c.transport) == ("latency", "zmq:tcp")]
     sizes = [1250, 1_250_000, 10_000_000, 40_000_000, 640_000_000]
     assert [c.nbytes for c in latency if c.round == 0] == sizes
     assert [c.nbytes for c in latency if c.round == 1] == sizes[:-1]
+    first = [cell.nbytes for cell in found if cell.round == 0]
+    assert first.index(640_000_000) > max(
+        place for place, nbytes in enumerate(first) if nbytes < plan.ONCE
+    )
     assert not [c for c in found if c.workload == "mixed-busy"]
     slow = [c.nbytes for c in found if c.transport == baselines.BUS]
     assert slow

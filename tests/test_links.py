@@ -19,6 +19,7 @@ from mq.errors import ForkedProcess
 from mq.transport import What
 from transports._nng_pair import engine
 from transports.inproc import InprocLink
+from transports.shm import ShmLink
 from transports.tcp import TcpLink
 from transports.tls import TlsLink
 from transports.torchrpc import TorchRpcLink
@@ -30,6 +31,7 @@ tls = functools.partial(TlsLink, **tls_options())
 threads = functools.partial(TorchRpcLink, threads=4)
 LINKS: dict[str, MakeLink] = {
     "inproc": InprocLink,
+    "shm": ShmLink,
     "tcp": TcpLink,
     "tls": tls,
     "torchrpc": TorchRpcLink,

@@ -99,6 +99,12 @@ class ShmConn(DescriptorConn):
             os.close(fd)
         self._send((memory.tobytes(),))
 
+    @property
+    def shm(self) -> ShmLink:
+        """The link."""
+        assert isinstance(self._link, ShmLink)
+        return self._link
+
     def lend(self, segment: Segment) -> bool:
         if segment.id in self._lent:
             return True
@@ -155,13 +161,21 @@ class ShmConn(DescriptorConn):
             except OSError as error:
                 keep = True
                 self._mappings[number] = Unmapped(fd, nbytes)
-                assert isinstance(self._link, ShmLink)
-                self._link.complain(nbytes, error)
+                self.shm.cannot_map(nbytes, error)
         except ValueError as error:
             self.malformed(str(error))
         finally:
             if not keep:
                 os.close(fd)
+            self.shm.keep_spare()
+
+    def _receive_with(self, target: memoryview) -> int:
+        try:
+            return super()._receive_with(target)
+        except OSError as error:
+            if error.errno is None:  # not the socket's: there was no descriptor for it
+                self.shm.use_spare()
+            raise
 
     def abandon(self) -> None:
         self._mappings.clear()
@@ -188,7 +202,8 @@ class ShmLink(StreamLink):
         self.lender: Lender = Lender(shm_bytes)
         self._dropped = 0
         self._recalling: list[ShmConn] = []
-        self._complained = False
+        self._spare = -1
+        self._warned: set[str] = set()
         self._files: list[str] = []
         self._directory: str | None = None
 
@@ -202,6 +217,33 @@ class ShmLink(StreamLink):
             return f"this system refuses sealed memory (memfd_create): {error}"
         return None
 
+    # -- descriptors ----------
+
+    def keep_spare(self) -> None:
+        """Have one descriptor that can be closed when there are no others."""
+        if self._spare < 0:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def use_spare(self) -> None:
+        """A segment could not be received; it comes again on the next connection."""
+        self._close_spare()
+        self._warn(
+            "spare",
+            "memory of a peer could not be received: this process has as many "
+            "descriptors as it may. One is kept spare for that; raise `ulimit -n`",
+        )
+
+    def _close_spare(self) -> None:
+        spare, self._spare = self._spare, -1
+        if spare >= 0:
+            os.close(spare)
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("%s", text)
+
     # -- sockets ----------
 
     def open(
@@ -209,6 +251,7 @@ class ShmLink(StreamLink):
     ) -> list[str]:
         for address in listen:
             _path(address)
+        self.keep_spare()
         return self.listen(poller, list(listen) or [""], directory)
 
     def bind(self, address: str, directory: str | None) -> tuple[socket.socket, str]:
@@ -244,17 +287,14 @@ class ShmLink(StreamLink):
     def is_routable(self, address: str) -> bool:
         return False
 
-    def complain(self, nbytes: int, error: OSError) -> None:
-        """Say that memory of a peer cannot be mapped, once."""
-        if not self._complained:
-            self._complained = True
-            logger.warning(
-                "cannot map %d bytes of a peer's shared memory: %s; such messages are "
-                "copied. Raise the limit that the error names, or lower shm_bytes of "
-                "the publisher",
-                nbytes,
-                str(error),
-            )
+    def cannot_map(self, nbytes: int, error: OSError) -> None:
+        """Memory of a peer is copied from, and not read in place."""
+        self._warn(
+            "map",
+            f"cannot map {nbytes} bytes of a peer's shared memory: {error}; such "
+            "messages are copied. Raise the limit that the error names, or lower "
+            "shm_bytes of the publisher",
+        )
 
     # -- events ----------
 
@@ -269,6 +309,7 @@ class ShmLink(StreamLink):
 
     def abandon(self) -> None:
         super().abandon()
+        self._close_spare()
         self._files.clear()  # they are the parent's to remove
         self._directory = None
 
@@ -276,6 +317,7 @@ class ShmLink(StreamLink):
         super().close()
         self.lender.close()
         self._recalling.clear()
+        self._close_spare()
         for path in self._files:
             with contextlib.suppress(OSError):
                 os.unlink(path)

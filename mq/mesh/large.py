@@ -153,17 +153,27 @@ class Large:
     def __len__(self) -> int:
         return self._nbytes
 
-    def own(self, take: Take, needed: Iterable[int]) -> None:
-        """Copy the chunks still needed, so that the caller's memory is free again."""
+    def own(
+        self, take: Take, needed: Iterable[int], most_bytes: int | None = None
+    ) -> bool:
+        """Copy the chunks still needed, or about so many bytes of them.
+
+        Returns:
+            Whether that was all, so that the caller's memory is free again.
+        """
         if self.owned:
-            return
-        keep = set(needed)
+            return True
+        keep, copied = set(needed), 0
         for index, chunk in enumerate(self.chunks):
-            if chunk is not None and index in keep:
-                chunk.own(take)
-            else:
+            if chunk is None or index not in keep:
                 self.chunks[index] = None
+            elif not chunk.owned:
+                if most_bytes is not None and copied >= most_bytes:
+                    return False
+                chunk.own(take)
+                copied += 0 if chunk.view is None else len(chunk.view)
         self.owned = True
+        return True
 
     def free_before(self, index: int) -> None:
         """Every subscriber has the chunks before this one: let their memory go."""

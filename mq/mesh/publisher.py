@@ -132,17 +132,27 @@ class Publisher:
             return
         message.data.free_before(min(s.first_needed(topic, message) for s in sessions))
 
-    def own(self, topic: Topic, message: Outgoing, sessions: Iterable[Session]) -> None:
-        """Copy what of a large message is still needed; the caller's memory is free."""
+    def own(
+        self,
+        topic: Topic,
+        message: Outgoing,
+        sessions: Iterable[Session],
+        most_bytes: int | None = None,
+    ) -> bool:
+        """Copy what of a large message is still needed, or so many bytes of it.
+
+        Returns:
+            Whether that was all, so that the caller's memory is free.
+        """
         large = message.data
         if not isinstance(large, Large) or large.owned:
-            return
+            return True
         needed: set[int] = set()
         for session in sessions:
             if session.conn is not None:
                 session.conn.let_go()
             needed |= session.chunks_needed(topic, message)
-        large.own(self._take, needed)
+        return large.own(self._take, needed, most_bytes)
 
     def close_gates(self) -> None:
         """Have the next message on every topic looked at."""
@@ -272,8 +282,11 @@ class Publisher:
                 else:
                     self._drop(feed)
             topic.refresh()
+            topic.total()  # it may still refer to messages that have left the log
             self._own_all(logged[1] for logged in topic.view[2])
         for session in sessions:
+            if session.conn is not None:
+                session.conn.let_go()
             self._own_all(frame.large for frame in session.frames)
             for feed in session.feeds.values():
                 if feed.progress is not None:

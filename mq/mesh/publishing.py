@@ -29,6 +29,9 @@ COMPLAIN_SECONDS: Final = 5.0
 COPY_BYTES_PER_SECOND: Final = 2e9
 """Assumed speed of copying a large message aside; see `_stream`."""
 
+OWN_BYTES: Final = 32 << 20
+"""How much is copied aside at a time, between looks at what else there is to do."""
+
 
 def check_timeout(timeout: float | None) -> None:
     """Raises: ValueError, TypeError, if this is no time to wait."""
@@ -146,7 +149,7 @@ class Publishing(Lead):
         except BaseException:
             self.mesh.recover()
             if message is not None:
-                self._own(topic, message)
+                self._own(topic, message, None)
             raise
         if type(message.data) is Large and block is None:
             self._stream(topic, message, stream)
@@ -155,9 +158,9 @@ class Publishing(Lead):
         if held_until is not None:
             topic.open_gate(now, published_at)
 
-    def _own(self, topic: Topic, message: Outgoing) -> None:
+    def _own(self, topic: Topic, message: Outgoing, most_bytes: int | None) -> bool:
         sessions = list(self.mesh.sessions.values())
-        self._publisher.own(topic, message, sessions)
+        return self._publisher.own(topic, message, sessions, most_bytes)
 
     def _stream(self, topic: Topic, message: Outgoing, wait: bool) -> None:
         """Send a large message as the wire takes it; copy the rest aside.
@@ -179,8 +182,10 @@ class Publishing(Lead):
                     break
                 self._poll()
                 self._publisher.free_received(topic, message, sessions)
+            while not self._own(topic, message, OWN_BYTES):
+                self._poll()  # new memory may be slow, and peers must hear of us
         finally:
-            self._own(topic, message)
+            self._own(topic, message, None)
             self._leave()
 
     def carried(self, name: str) -> frozenset[str]:
@@ -243,7 +248,7 @@ class Publishing(Lead):
         def reached() -> bool:
             if not found and (taken := lender.take(nbytes)) is not None:
                 found.append(taken)
-            return bool(found) or not (lender.fits(nbytes) and blockers())
+            return bool(found) or not (lender.full and blockers())
 
         with self.lock:
             topic = self._topics.get(name) or self._publisher.topic(name)
@@ -277,11 +282,16 @@ class Publishing(Lead):
         held = ", ".join(
             f"{session.name!r} holds {session.lent_bytes()}" for session in borrowers
         )
-        stats = self._lender.stats()
+        stats, refusal = self._lender.stats(), self._lender.refusal
+        remedy = (
+            f"the system gives no more: {refusal}"
+            if refusal
+            else ("connect with more shm_bytes")
+        )
         return (
             f"of the {stats.limit_bytes} bytes of shared memory {stats.in_use_bytes} "
             f"are in use: {held} in messages unread or viewed with zero_copy. Let them "
-            "recv and drop what they have, or connect with more shm_bytes"
+            f"recv and drop what they have; or {remedy}"
         )
 
     # -- waiting ----------

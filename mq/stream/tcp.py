@@ -14,10 +14,12 @@ from mq import addresses
 from mq.mesh.poller import Poller
 from mq.stream.link import StreamLink
 from mq.stream.sockets import bound_tcp, tcp_targets
+from mq.transport import CHUNK_BYTES
 
 _IDLE_SECONDS: Final = 10
 _PROBE_SECONDS: Final = 5
 _DEAD_SECONDS: Final = 30
+_NOTSENT_LOWAT: Final = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 _INT: Final = struct.Struct("@i")
 
 
@@ -59,9 +61,12 @@ class TcpStreamLink(StreamLink):
         return f"{self.scheme}://{host}:{peer[1]}"
 
     def tune(self, sock: socket.socket) -> None:
-        # The buffers are left to the kernel, which tunes them better than a number.
+        # The sizes of its buffers are left to the kernel, which tunes them to the wire;
+        # but of what it has not sent yet it takes only so much, or else what is urgent
+        # would wait behind megabytes on a slow wire.
         tcp = socket.IPPROTO_TCP
         sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+        sock.setsockopt(tcp, _NOTSENT_LOWAT, CHUNK_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(tcp, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
         sock.setsockopt(tcp, socket.TCP_KEEPINTVL, _PROBE_SECONDS)

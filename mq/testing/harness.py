@@ -167,6 +167,10 @@ class Group:
         self.connecting(second, attach_to=(proxy.address,), **options).result()
         return first, second, proxy
 
+    def forget(self, member: Member) -> None:
+        """A member that was killed and ended has no part in the end of the case."""
+        self._members.remove(member)
+
     # -- end ----------------------------------------------------------------------
 
     def close(self) -> None:

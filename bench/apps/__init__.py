@@ -1,0 +1,1 @@
+"""Applications on the public interface of mq, measured over every backend."""

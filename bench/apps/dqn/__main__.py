@@ -1,0 +1,9 @@
+"""`python -m bench.apps.dqn`."""
+
+import sys
+
+from bench.apps.command import main_of
+from bench.apps.dqn.cells import APP
+
+if __name__ == "__main__":
+    sys.exit(main_of(APP, sys.argv[1:]))

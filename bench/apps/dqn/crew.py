@@ -1,0 +1,76 @@
+"""Collectors as child processes; one that dies is started again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from multiprocessing.context import SpawnProcess
+
+import torch
+
+import mq
+from bench.apps.dqn.collector import collect
+from bench.apps.dqn.task import Task
+
+_GRACE = 10.0  # seconds for a collector to end by itself
+
+
+def collector_name(index: int) -> str:
+    """The name of a collector in the group."""
+    return f"collector-{index}"
+
+
+def play(backend: str, group: str, task: Task, index: int) -> None:
+    """The main function of a collector's process."""
+    torch.set_num_threads(1)
+    name = collector_name(index)
+    with mq.connect(backend, group=group, name=name) as queue:
+        collect(queue, task, index)
+
+
+def _play(backend: str, group: str, task: Task, index: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the learner ends us, in order
+    play(backend, group, task, index)
+
+
+class Crew:
+    """The collectors of a training, started on entry and ended on exit.
+
+    Attributes:
+        processes: By the collector's index.
+        restarts: How many have died and were started again.
+    """
+
+    def __init__(self, backend: str, group: str, task: Task) -> None:
+        self._arguments = (backend, group, task)
+        self._context = multiprocessing.get_context("spawn")
+        self.processes: list[SpawnProcess] = []
+        self.restarts = 0
+
+    def __enter__(self) -> Crew:
+        _, _, task = self._arguments
+        self.processes = [self._start(index) for index in range(task.collectors)]
+        return self
+
+    def _start(self, index: int) -> SpawnProcess:
+        process = self._context.Process(
+            target=_play, args=(*self._arguments, index), name=collector_name(index)
+        )
+        process.start()
+        return process
+
+    def mend(self) -> None:
+        """Start again whoever has died; not for those that ended as they should."""
+        for index, process in enumerate(self.processes):
+            if process.exitcode:
+                self.processes[index] = self._start(index)
+                self.restarts += 1
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for process in self.processes:
+            process.join(_GRACE if kind is None else 0.0)
+            if process.exitcode is None:
+                process.terminate()
+        for process in self.processes:
+            process.join()
+            process.close()

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: ResNet-50 in two processes."""

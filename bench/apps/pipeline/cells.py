@@ -1,0 +1,148 @@
+"""The pipeline as cells of the bench."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mq
+from bench.apps import report
+from bench.apps.app import ALONE, App, AppCell, count, counts
+from bench.apps.pipeline.resnet import Size
+from bench.apps.pipeline.stages import Task, alone, first_stage, last_stage
+from bench.apps.timing import Timed
+from bench.peer import Metrics, Peer
+from bench.rows import Result
+from bench.summary import Row, gather, number
+from bench.tables import Text
+
+_SPLITS = [1, 2, 4, 8]
+_QUICK = Task(Size((1, 1, 1, 1), 16, 10), image=32, batch=16)
+_LIMIT = 600.0  # seconds
+
+
+def run(peer: Peer) -> Metrics | None:
+    """One process of a cell: both stages, or everything."""
+    task: Task = peer.cell.task  # type: ignore[attr-defined]
+    if peer.cell.transport == ALONE:
+        trained = alone(task)
+        return {"value": trained.seconds} | _losses(trained.losses)
+    name = f"stage{peer.rank}"
+    with mq.connect(peer.cell.transport, group=peer.group, name=name) as queue:
+        line = Timed(queue, peer.remaining())
+        trained = (first_stage, last_stage)[peer.rank](line, task)
+        told = (trained, line.transport, line.waiting, line.nbytes)
+        (first, *of_first), (last, *of_last) = peer.meet(told)
+    seconds = max(first.seconds, last.seconds)
+    both = [a + b for a, b in zip(of_first, of_last, strict=True)]
+    return {
+        "value": seconds,
+        "transport_share": both[0] / (2 * seconds),
+        "waiting_share": both[1] / (2 * seconds),
+        "carried_bytes": float(both[2]),
+        **_losses(last.losses),
+    }
+
+
+def _losses(losses: Sequence[float]) -> Metrics:
+    return {f"loss{place}": loss for place, loss in enumerate(losses)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The task's own options."""
+    parser.add_argument(
+        "--num-split",
+        type=counts,
+        default=_SPLITS,
+        metavar="A,B",
+        help="micro-batches per batch (default: 1,2,4,8)",
+    )
+    parser.add_argument("--image", type=count, default=Task.image, help="pixels a side")
+    parser.add_argument("--batch", type=count, default=Task.batch, help="images")
+    parser.add_argument("--batches", type=count, default=Task.batches)
+
+
+def cells(options: argparse.Namespace, backends: Sequence[str]) -> list[AppCell]:
+    """Every backend beside one process, split by split."""
+    if options.quick:
+        task = _QUICK
+    else:
+        task = Task(
+            image=options.image,
+            batch=options.batch,
+            batches=options.batches,
+            split=options.num_split[0],
+        )
+    return [
+        AppCell(
+            transport,
+            f"pipeline num_split={split}",
+            0,
+            number,
+            limit=_LIMIT,
+            task=replace(task, split=split),
+        )
+        for number in range(options.rounds)
+        for split in options.num_split
+        for transport in [ALONE, *backends]
+    ]
+
+
+def tables(results: Sequence[Result]) -> list[Text]:
+    """One line per backend and split."""
+    rows = [row for row in gather(results) if row.workload.startswith("pipeline")]
+    figures = {one.parameter: one.seconds for one in report.published("pipeline")}
+    single = [row for row in rows if row.transport == ALONE and row.values]
+    fastest = min(single, key=lambda row: row.value or 0.0, default=None)
+    head = ["num_split", "backend", "s", "speed-up", "transport", "waiting", "MB"]
+    head += ["loss differs by", "published s"]
+    lines = []
+    for row in rows:
+        if not row.values:
+            continue
+        split = row.workload.partition("=")[2]
+        beside = next((one for one in single if one.workload == row.workload), None)
+        carried = row.metric("carried_bytes")
+        figure = figures.get(f"num_split={split}")
+        speed_up = None if row is fastest else row.ratio(fastest)
+        lines.append(
+            [
+                split,
+                row.transport,
+                number(row.value),
+                number(1 / speed_up if speed_up else None),
+                report.percent(row.metric("transport_share")),
+                report.percent(row.metric("waiting_share")),
+                number(carried / 1e6 if carried else None),
+                "-" if row is beside else number(_difference(row, beside)),
+                "-" if row is beside else number(figure),
+            ]
+        )
+    note = (
+        "Seconds for all batches, forward, backward and optimiser. speed-up: over the "
+        "fastest split of one process with one thread. transport: share of the "
+        "stages' time in publish and in waiting for a message already published. "
+        "waiting: share in which the other stage was not done yet. loss differs by: "
+        "the most by which a batch's loss differs from one process's with the same "
+        "micro-batches. published: 120 images of 128x128 on one machine."
+    )
+    return [Text("Pipeline", note, head, lines, report.problems(rows))]
+
+
+def _difference(row: Row, beside: Row | None) -> float | None:
+    if beside is None:
+        return None
+    names = [name for name in row.metrics if name.startswith("loss")]
+    return max(abs((row.metric(n) or 0) - (beside.metric(n) or 0)) for n in names)
+
+
+APP = App(
+    "pipeline",
+    "ResNet-50 in two processes, micro-batch by micro-batch.",
+    f"{__name__}:run",
+    lambda _: 2,
+    add_arguments,
+    cells,
+    tables,
+)

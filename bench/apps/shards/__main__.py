@@ -1,0 +1,9 @@
+"""`python -m bench.apps.shards`."""
+
+import sys
+
+from bench.apps.command import main_of
+from bench.apps.shards.cells import APP
+
+if __name__ == "__main__":
+    sys.exit(main_of(APP, sys.argv[1:]))

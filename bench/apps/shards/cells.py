@@ -1,0 +1,145 @@
+"""The two-shard model as cells of the bench."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import mq
+from bench.apps import report
+from bench.apps.app import App, AppCell, count
+from bench.apps.shards import rpc
+from bench.apps.shards.model import Passed, Task, far, near
+from bench.apps.timing import Timed
+from bench.peer import Metrics, Peer
+from bench.rows import Result
+from bench.summary import gather, number
+from bench.tables import Text
+
+RAW, RAW_CUDA = "raw:torchrpc", "raw:torchrpc:cuda"
+CUDA = "torchrpc:cuda"
+_LIMIT = 180.0  # seconds
+
+
+def run(peer: Peer) -> Metrics | None:
+    """One process of a cell: the near shard or the far one."""
+    task: Task = peer.cell.task  # type: ignore[attr-defined]
+    if peer.cell.transport.startswith("raw:"):
+        with rpc.member(task, peer.rank, peer.directory, peer.remaining()):
+            return _metrics(rpc.near(task)) if peer.rank == 0 else None
+    name, body = (("near", near), ("far", far))[peer.rank]
+    options = _device_map(task, peer) if peer.cell.transport == CUDA else {}
+    with mq.connect(
+        peer.cell.transport, group=peer.group, name=name, **options
+    ) as queue:
+        line = Timed(queue, peer.remaining())
+        passed = body(line, task)
+        peer.meet()
+    if peer.rank:
+        return None
+    share = line.transport / passed.seconds
+    return {**_metrics(passed), "transport_share": share}
+
+
+def _device_map(task: Task, peer: Peer) -> dict[str, Any]:
+    """Each shard's GPU is mapped to the other's, in the process that sends."""
+    name, other = (("near", "far"), ("far", "near"))[peer.rank]
+    here, there = task.place(peer.rank).index, task.place(1 - peer.rank).index
+    return {"device_map": {other: {here: there}}, "map_name": name}
+
+
+def _metrics(passed: Passed) -> Metrics:
+    return {"value": passed.seconds, "gradient": float(passed.gradient.abs().sum())}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The task's own options."""
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the shards are (default here: %(default)s)",
+    )
+    parser.add_argument("--passes", type=count, default=Task.passes)
+    parser.add_argument("--width", type=count, default=Task.width, help="of a shard")
+
+
+def cells(options: argparse.Namespace, backends: Sequence[str]) -> list[AppCell]:
+    """Staged over every backend, direct where there is a GPU, and bare RPC.
+
+    Raises:
+        ValueError: A GPU is asked for and there is none.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"torch {torch.__version__} sees no CUDA device: --device cpu")
+    task = Task(options.width, options.width, options.passes, device=options.device)
+    direct = replace(task, direct=True)
+    if options.device == "cpu":
+        tasks = [(name, task) for name in [*backends, RAW]]
+    else:
+        staged = [name for name in [*backends, RAW] if name != CUDA]
+        tasks = [(name, task) for name in staged]
+        tasks += [(CUDA, direct), (RAW_CUDA, direct)]
+    return [
+        AppCell(name, f"shards {_how(one)}", 0, number, limit=_LIMIT, task=one)
+        for number in range(options.rounds)
+        for name, one in tasks
+    ]
+
+
+def _how(task: Task) -> str:
+    if task.device == "cpu":
+        return "cpu"
+    return "direct" if task.direct else "staged"
+
+
+def tables(results: Sequence[Result]) -> list[Text]:
+    """One line per backend, the published two below."""
+    rows = [row for row in gather(results) if row.workload.startswith("shards")]
+    raw = next((row for row in rows if row.transport == RAW and row.values), None)
+    head = ["tensors", "backend", "s", "/raw:torchrpc", "transport"]
+    lines = [
+        [
+            row.workload.partition(" ")[2],
+            row.transport,
+            number(row.value),
+            number(None if row is raw else row.ratio(raw)),
+            report.percent(row.metric("transport_share")),
+        ]
+        for row in rows
+        if row.values
+    ]
+    how = {"cpu": "staged", "cuda": "direct"}
+    lines += [
+        [how[one.system], "published, bare RPC", number(one.seconds), "-", "-"]
+        for one in report.published("cuda-rpc")
+    ]
+    note = (
+        "Seconds for all forward and backward passes. /raw:torchrpc: ours by the same "
+        "on bare torch RPC with distributed autograd. "
+    )
+    if rows and all(row.workload.endswith("cpu") for row in rows):
+        note += (
+            "There is no GPU here, so nothing is staged and nothing goes from device "
+            "to device: this compares mq's backends with bare RPC between the host "
+            "memories of two processes, and not with the published rows, which are of "
+            "two GPUs."
+        )
+    else:
+        note += "Published: 34 times faster directly than staged."
+    return [Text("Two shards", note, head, lines, report.problems(rows))]
+
+
+APP = App(
+    "shards",
+    "Two linear shards in two processes, forward and backward.",
+    f"{__name__}:run",
+    lambda _: 2,
+    add_arguments,
+    cells,
+    tables,
+)

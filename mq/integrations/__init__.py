@@ -1,0 +1,1 @@
+"""Other frameworks over mq: each module needs its framework, and imports it."""

@@ -1,0 +1,192 @@
+"""DI-engine's `Parallel` and `ditask` over any backend of mq.
+
+In a program, before `Parallel.runner`::
+
+    from mq.integrations import ding
+    ding.register()
+    Parallel.runner(n_parallel_workers=3, mq_type="shm")(main)
+
+On the command line, in place of ``ditask``::
+
+    python -m mq.integrations.ding --parallel-workers 3 --mq-type shm ...
+
+`mq_type` is a backend string. ``nng``, which DI-engine has itself, stays DI-engine's:
+say ``mq:nng`` for ours; every backend has such a longer name. All workers of a run are
+members of one group, each connected to each, whatever `topology` says; `protocol`,
+`address`, `ports` and `attach_to` are not used. Workers started by several commands, or
+on several hosts, meet when `MQ_GROUP` and `MQ_RENDEZVOUS` say so, with different
+`node_ids`.
+
+Other than DI-engine's own queues, nothing is lost: who emits waits for listeners that
+are behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ding.framework import Parallel
+from ding.framework.message_queue import MQ as DingQueue
+from ding.utils import MQ_REGISTRY
+from mpire.pool import WorkerPool
+
+import mq
+from mq import registry
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "mq:"
+_TOGETHER = 60.0  # seconds in which all workers of a run must have started
+_LINGER = 5.0  # seconds to deliver what was emitted, when a worker ends
+
+
+class Queue(DingQueue):  # type: ignore[misc]
+    """A worker's member of the run's group.
+
+    Args:
+        backend: A backend string of mq.
+        group: Of the run.
+        member: This worker's name.
+        workers: How many workers to wait for.
+    """
+
+    def __init__(
+        self, backend: str, group: str, member: str, workers: int, **_: object
+    ) -> None:
+        self._queue = mq.connect(backend, group=group, name=member)
+        self._queue.wait_for_members(workers, timeout=_TOGETHER)
+
+    def listen(self) -> None:
+        """Nothing is left to do: the queue is connected from the start."""
+
+    def publish(self, topic: str, data: bytes) -> None:
+        self._queue.publish(topic, data)
+
+    def subscribe(self, topic: str) -> None:
+        self._queue.subscribe(topic)
+
+    def unsubscribe(self, topic: str) -> None:
+        self._queue.unsubscribe(topic)
+
+    def recv(self) -> tuple[str, bytes] | None:
+        """The next topic and its data; None when the queue is stopped."""
+        try:
+            message = self._queue.recv()
+        except mq.Closed:
+            return None
+        except mq.MessagesLost as error:
+            logger.error("%s", error)
+            return self.recv()
+        return message.topic, message.payload
+
+    def stop(self) -> None:
+        self._queue.close(_LINGER)
+
+
+def register() -> None:
+    """Let DI-engine know mq's backends. Idempotent."""
+    if getattr(Parallel.runner, "of_mq", False):
+        return
+    for name in registry.names():
+        for mq_type in (name, _PREFIX + name):
+            if mq_type not in MQ_REGISTRY:
+                MQ_REGISTRY.register(mq_type)(Queue)
+    theirs = Parallel.runner
+
+    def runner(n_parallel_workers: int, mq_type: str = "nng", **options: Any) -> Any:
+        if MQ_REGISTRY.get(mq_type) is not Queue:
+            return theirs(n_parallel_workers, mq_type, **options)
+        backend = mq_type.removeprefix(_PREFIX)
+        return _runner(n_parallel_workers, mq_type, backend, **options)
+
+    runner.of_mq = True  # type: ignore[attr-defined]
+    Parallel.runner = staticmethod(runner)
+    for name in ("on", "once"):
+        setattr(Parallel, name, _listening_first(name))
+
+
+def _listening_first(name: str) -> Callable[..., None]:
+    """`Parallel.on` or `once` in the order in which no event is dropped.
+
+    DI-engine subscribes first, and drops what comes before its event loop knows the
+    listener: that is seen with queues that deliver as soon as one is subscribed.
+    """
+
+    def listen(self: Parallel, event: str, fn: Callable[..., None]) -> None:
+        getattr(self._event_loop, name)(event, fn)
+        if self.is_active:
+            self._mq.subscribe(event)
+
+    return listen
+
+
+def _runner(
+    n_parallel_workers: int,
+    mq_type: str,
+    backend: str,
+    *,
+    node_ids: Sequence[int] | int | None = None,
+    **options: Any,
+) -> Callable[..., None]:
+    """What `Parallel.runner` returns for our backends."""
+    if n_parallel_workers < 1:
+        raise ValueError(f"n_parallel_workers is {n_parallel_workers}, not 1 or more")
+    group = os.environ.get("MQ_GROUP") or f"ding-{os.getpid()}-{time.time_ns()}"
+    nodes = list(Parallel.padding_param(node_ids, n_parallel_workers, 0))
+    if len(set(nodes)) != n_parallel_workers:
+        raise ValueError(f"{n_parallel_workers} workers need as many ids, not {nodes}")
+    known = ("labels", "auto_recover", "max_retries", "startup_interval")
+    shared = {name: options[name] for name in known if name in options}
+
+    def run(main: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        settings = [
+            {
+                **shared,
+                "n_parallel_workers": n_parallel_workers,
+                "mq_type": mq_type,
+                "node_id": node,
+                "local_id": place,
+                "backend": backend,
+                "group": group,
+                "member": f"node-{node}",
+                "workers": n_parallel_workers,
+            }
+            for place, node in enumerate(nodes)
+        ]
+        tasks = [(one, (main, args, kwargs)) for one in settings]
+        if n_parallel_workers == 1:
+            work(*tasks[0])
+            return
+        with WorkerPool(
+            n_jobs=n_parallel_workers, start_method="spawn", daemon=False
+        ) as pool:
+            atexit.register(pool.__exit__)  # as DI-engine does: if the program crashes
+            pool.map(work, tasks)
+
+    return run
+
+
+def work(settings: dict[str, Any], task: tuple[Any, ...]) -> None:
+    """The main function of a worker's process."""
+    register()
+    Parallel._subprocess_runner(settings, task)
+
+
+def main() -> None:
+    """Run `ditask`."""
+    from ding.entry.cli_ditask import cli_ditask
+
+    # Not `__main__`, which is another module in the workers.
+    from mq.integrations import ding as importable
+
+    importable.register()
+    cli_ditask()
+
+
+if __name__ == "__main__":
+    main()

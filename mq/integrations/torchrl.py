@@ -1,0 +1,188 @@
+"""TorchRL's inference server over mq: actors and server in any processes, on any hosts.
+
+In the server's process::
+
+    transport = MqTransport(queue, serves=True)
+    with InferenceServer(policy, transport, max_batch_size=64):
+        ...
+
+In each actor's process, with a queue of the same group::
+
+    client = MqTransport(queue).client()
+    action = client(tensordict)
+
+The queue belongs to the transport: all that it receives is taken for requests or
+answers. A request goes to the one server of the group and its answer to the actor that
+asked; tensors travel as tensors, whatever the backend.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+from torchrl.modules.inference_server import InferenceTransport
+
+import mq
+
+logger = logging.getLogger(__name__)
+
+REQUESTS = "torchrl.requests"
+_LOOK = 0.5  # seconds between two looks whether the server is still there
+
+
+class InferenceFailed(RuntimeError):
+    """The server's model raised for this request; the text says what."""
+
+
+def replies(name: str) -> str:
+    """The topic on which a member gets its answers."""
+    return f"torchrl.replies.{name}"
+
+
+class MqTransport(InferenceTransport):  # type: ignore[misc]
+    """One end: of the server, or of an actor.
+
+    Args:
+        queue: A member of the group, used for nothing else.
+        serves: Whether this is the server's end.
+        timeout: Seconds to wait for the server to be there and to take a request.
+    """
+
+    _clients_require_registration = False
+
+    def __init__(
+        self, queue: mq.MQ, *, serves: bool = False, timeout: float = 30.0
+    ) -> None:
+        mq.add_safe_types(TensorDict)
+        self._queue = queue
+        self._serves = serves
+        self._timeout = timeout
+        self._pending: deque[mq.Message] = deque()
+        self._numbers = itertools.count()
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        topic = REQUESTS if serves else replies(queue.name)
+        queue.subscribe(topic, timeout=timeout)
+
+    # -- the actor's end ----------
+
+    def submit(self, td: TensorDictBase) -> Answer:
+        """Send a request.
+
+        Raises:
+            mq.MembersTimeout, mq.PublishTimeout: The server is not there, or is behind.
+            RuntimeError: This is the server's end, or there are several servers.
+        """
+        if self._serves:
+            raise RuntimeError("this is the server's end; actors have their own queue")
+        self._queue.wait_for_subscribers(REQUESTS, 1, timeout=self._timeout)
+        servers = self._queue.subscribers(REQUESTS)
+        if len(servers) > 1:
+            raise RuntimeError(f"a group has one inference server, not {servers}")
+        number = next(self._numbers)
+        request = {"number": number, "input": td.to_tensordict()}
+        self._queue.publish(REQUESTS, request, timeout=self._timeout)
+        return Answer(self, number)
+
+    def _answer(self, number: int, timeout: float | None) -> dict[str, Any] | None:
+        """The answer to a request; None if it has not come in time.
+
+        Raises:
+            mq.PeerLost: The server is gone.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                if number in self._answers:
+                    return self._answers.pop(number)
+                left = _LOOK if deadline is None else deadline - time.monotonic()
+                try:
+                    payload = self._queue.recv(max(0.0, min(left, _LOOK))).payload
+                except mq.RecvTimeout:
+                    if deadline is not None and time.monotonic() >= deadline:
+                        return None
+                    self._check()
+                else:
+                    self._answers[payload["number"]] = payload
+
+    def _check(self) -> None:
+        if not self._queue.subscribers(REQUESTS):
+            raise mq.PeerLost(f"{self._queue!r}: the inference server is gone")
+
+    # -- the server's end ----------
+
+    def wait_for_work(self, timeout: float) -> None:
+        """Wait for a request, at most so many seconds."""
+        if not self._pending:
+            self._receive(timeout)
+
+    def _receive(self, timeout: float) -> bool:
+        """Whether another request came in so many seconds."""
+        try:
+            self._pending.append(self._queue.recv(timeout))
+        except mq.RecvTimeout:
+            return False
+        except (mq.MessagesLost, mq.CodecError) as error:
+            # One actor's trouble, of which it is told by its own end; others go on.
+            logger.warning("%r: %s", self._queue, error)
+        return True
+
+    def drain(
+        self, max_items: int
+    ) -> tuple[list[TensorDictBase], list[tuple[str, int]]]:
+        """Requests that are there, with whom they are from."""
+        while len(self._pending) < max_items and self._receive(0):
+            pass
+        count = min(max_items, len(self._pending))
+        taken = [self._pending.popleft() for _ in range(count)]
+        inputs = [message.payload["input"] for message in taken]
+        return inputs, [(one.sender, one.payload["number"]) for one in taken]
+
+    def resolve(self, callback: tuple[str, int], result: TensorDictBase) -> None:
+        """Answer a request; an actor that is gone is not waited for."""
+        sender, number = callback
+        answer = {"number": number, "result": result.to_tensordict()}
+        self._queue.publish(replies(sender), answer, timeout=self._timeout)
+
+    def resolve_exception(self, callback: tuple[str, int], exc: BaseException) -> None:
+        """Answer a request by an error, which the actor raises as `InferenceFailed`."""
+        sender, number = callback
+        answer = {"number": number, "error": f"{type(exc).__name__}: {exc}"}
+        self._queue.publish(replies(sender), answer, timeout=self._timeout)
+
+
+class Answer:
+    """The answer to come, as a future has it."""
+
+    def __init__(self, transport: MqTransport, number: int) -> None:
+        self._transport = transport
+        self._number = number
+        self._payload: dict[str, Any] | None = None
+
+    def done(self) -> bool:
+        """Whether `result` will return at once."""
+        if self._payload is None:
+            self._payload = self._transport._answer(self._number, 0)
+        return self._payload is not None
+
+    def result(self, timeout: float | None = None) -> TensorDictBase:
+        """The server's output.
+
+        Raises:
+            TimeoutError: It has not come in time; ask again later.
+            InferenceFailed: The model raised.
+            mq.PeerLost: The server is gone.
+        """
+        if self._payload is None:
+            self._payload = self._transport._answer(self._number, timeout)
+        if self._payload is None:
+            raise TimeoutError(f"no answer to request {self._number} in {timeout:g} s")
+        if "error" in self._payload:
+            raise InferenceFailed(self._payload["error"])
+        return self._payload["result"]

@@ -1,0 +1,106 @@
+"""`mq bench apps`: what it runs, what it refuses, what it reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import command as bench
+from bench.apps import command, report
+from bench.apps.app import AppCell
+from bench.apps.dqn import cells as dqn
+from bench.apps.pipeline import cells as pipeline
+from bench.apps.pipeline.stages import Task
+from bench.rows import Result, read
+
+
+def test_all_applications_are_reported_beside_the_published_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file of rows and one report; those are read by the bench's own reader."""
+    arguments = ["apps", "--apps", "pipeline,shards", "--backend", "inproc", "--quick"]
+    assert bench.main([*arguments, "--output", str(tmp_path)]) == 0
+    facts, results = read(tmp_path / "results.jsonl")
+    assert {row.workload.split()[0] for row in results} == {"pipeline", "shards"}
+    assert all(row.status == "ok" for row in results)
+    assert "apps" in facts["command"]
+    text = (tmp_path / "report.md").read_text()
+    for figure in ("## Pipeline", "## Two shards", "9.08", "2.31", "two GPUs"):
+        assert figure in text
+    assert f"report: {tmp_path / 'report.md'}" in capsys.readouterr().out
+
+
+def test_the_published_times_are_the_reference() -> None:
+    """Nine of them, of three workloads."""
+    workloads = ("pipeline", "cuda-rpc", "atari-dqn")
+    found = {
+        name: [one.seconds for one in report.published(name)] for name in workloads
+    }
+    assert [len(found[name]) for name in workloads] == [4, 2, 3]
+    assert found["cuda-rpc"][0] / found["cuda-rpc"][1] == pytest.approx(33.7, abs=0.1)
+    assert any("A100" in line for line in report.conditions())
+
+
+def test_the_dqn_table_has_every_figure() -> None:
+    """Of a row that reached its goal, and of one that could not be run."""
+    metrics = {
+        "value": 0.5,
+        "steps_per_s": 2000.0,
+        "idle_share": 0.25,
+        "transport_share": 0.125,
+        "weights_age_ms": 9.0,
+        "weights_age_p99_ms": 30.0,
+        "lost": 0.0,
+        "best": 476.0,
+        "reached": 100_000.0,
+    }
+    game = "dqn CartPole-v1 seed=0"
+    done = Result("shm", game, 0, 0, "ok", metrics=metrics)
+    skipped = Result("torchrpc:cuda", game, 0, 0, "skipped", "no GPU")
+    (text,) = dqn.APP.tables([done, skipped])
+    assert text.lines[0][1:6] == ["shm", "0.500", "2,000", "25.0 %", "12.5 %"]
+    assert text.lines[0][6:] == ["9.00", "30.0", "0", "476", "100,000"]
+    assert text.problems == [f"torchrpc:cuda {game}: skipped: no GPU"]
+
+
+def test_an_unusable_backend_is_a_row_with_its_reason(tmp_path: Path) -> None:
+    """Not a failure, and nothing is started."""
+    cell = AppCell("torchrpc:cuda", "pipeline num_split=4", 0, task=Task())
+    result = command.measure(pipeline.APP, cell, tmp_path)
+    if result.status == "ok":
+        pytest.skip("this machine has a GPU")
+    assert (result.status, "CUDA" in result.reason) == ("skipped", True)
+
+
+def test_a_failing_stage_fails_its_row_and_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the reason on stderr, and in the report."""
+    arguments = ["--backend", "inproc", "--num-split", "2", "--batch", "2"]
+    arguments += ["--image", "1", "--batches", "1", "--output", str(tmp_path)]
+    assert command.main_of(pipeline.APP, arguments) == 1
+    assert "ValueError" in capsys.readouterr().err
+    assert "failed" in (tmp_path / "report.md").read_text()
+    rows = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert json.loads(rows[1])["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--apps", "pong"], "no application 'pong'; there are pipeline, shards, dqn"),
+        (["--backend", "zqm"], "zmq"),
+        (["--backend", "zmq,,shm"], "names nothing"),
+        (["--rounds", "0"], "no number from 1 on"),
+    ],
+)
+def test_bad_arguments_are_refused_in_words(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a sentence and status 2."""
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,306 @@
+"""The distributed DQN: the same on every backend, and not to be stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mq
+from bench.apps.app import AppCell
+from bench.apps.command import BACKENDS, measure
+from bench.apps.dqn.cells import APP, Placed
+from bench.apps.dqn.collector import collect
+from bench.apps.dqn.games import Step, make
+from bench.apps.dqn.learner import Learner
+from bench.apps.dqn.replay import NStep, Replay, SumTree, pack
+from bench.apps.dqn.task import CARTPOLE, PONG, Task, preset
+from bench.apps.dqn.train import main, train
+from bench.apps.dqn.training import Ledger, Training
+from bench.peer import Metrics, Peer
+from bench.rows import Cell
+from bench.runner import run_cell
+
+STEPPED = Task(
+    seed=3,
+    steps=900,
+    batch=16,
+    replay=2000,
+    prioritized=True,
+    warmup=100,
+    target_every=20,
+    chunk=50,
+    explore=600,
+    in_step=True,
+)
+
+
+def in_step(peer: Peer) -> Metrics | None:
+    """A short training in step: what came out of it, as numbers."""
+    name = f"rank{peer.rank}"
+    with mq.connect(peer.cell.transport, group=peer.group, name=name) as queue:
+        if peer.rank:
+            collect(queue, STEPPED, peer.rank - 1)
+            return None
+        learner = Learner(STEPPED)
+        summary = Training(queue, STEPPED, learner).run()
+    digest = hashlib.sha256()
+    for tensor in learner.online.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return {
+        "value": 1.0,
+        "weights": float(int.from_bytes(digest.digest()[:6], "big")),
+        "returns": sum(one for _, one in learner.returns),
+        "iterations": float(learner.iteration),
+        "lost": float(summary.lost),
+    }
+
+
+def stepped(backend: str) -> Metrics:
+    cell = Cell(backend, "in-step", 0, limit=90.0)
+    threads = backend == "inproc"
+    result = run_cell(cell, f"{__name__}:in_step", 3, threads=threads)
+    assert result.status == "ok", f"{result.reason}\n{result.detail}"
+    return result.metrics
+
+
+@pytest.fixture(scope="module")
+def expected() -> Metrics:
+    """What threads of one process learn."""
+    return stepped("inproc")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_step_every_backend_learns_the_same(backend: str, expected: Metrics) -> None:
+    """Bit by bit: the transport changes nothing, and a seed can be trusted."""
+    found = stepped(backend)
+    assert found == expected
+    assert found["iterations"] > 100
+    assert found["lost"] == 0
+
+
+def freely(backend: str, task: Task, output: Path) -> Metrics:
+    cell = APP.placed(
+        AppCell(backend, f"dqn {task.game}", 0, limit=90.0, task=Placed(task)), output
+    )
+    result = measure(APP, cell, output)
+    assert result.status == "ok", f"{result.reason}\n{result.detail}"
+    return result.metrics
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_freely_running_nothing_is_lost(backend: str, tmp_path: Path) -> None:
+    """Though the learner makes the collectors wait; the returns are written down."""
+    found = freely(backend, Task(steps=1500, warmup=200), tmp_path)
+    assert found["lost"] == 0
+    assert 0 <= found["idle_share"] < 1
+    assert 0 < found["transport_share"] < 1
+    assert found["weights_age_ms"] > 0
+    (curve,) = tmp_path.glob("*.csv")
+    assert len(curve.read_text().splitlines()) > 5
+    (picture,) = APP.finish(tmp_path, [])
+    assert picture.stat().st_size > 1000
+
+
+def test_pong_is_played_and_learnt(tmp_path: Path) -> None:
+    """With pictures as observations, over shared memory."""
+    task = preset(PONG, warmup=100, iterations=5, replay=500, collectors=1)
+    found = freely("shm", task, tmp_path)
+    assert found["lost"] == 0
+    assert found["value"] > 0
+
+
+@pytest.mark.parametrize("backend", ["zmq", "shm"])
+def test_a_killed_collector_is_replaced_and_training_goes_on(backend: str) -> None:
+    """The learner does not notice but by a new incarnation; nothing else is lost."""
+    task = Task(steps=10**9, warmup=100)
+    killed: list[int] = []
+
+    def tick(training: Training) -> None:
+        mine = [one for one in training.summary.senders if one[0] == "collector-0"]
+        if training.learner.steps > 1000 and mine and not killed:
+            (victim,) = (
+                child
+                for child in multiprocessing.active_children()
+                if child.name == "collector-0"
+            )
+            killed.append(training.learner.iteration)
+            victim.kill()
+        if len(mine) == 2:
+            training.stop()
+
+    summary = train(task, backend, f"kill-{os.getpid()}-{backend}", tick=tick)
+
+    assert summary.iterations > killed[0]
+    assert summary.lost == 0
+
+
+def test_training_goes_on_from_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, replay, counters and returns are those that were saved."""
+    file = tmp_path / "dqn.pt"
+    arguments = ["--backend", "zmq", "--collectors", "1", "--checkpoint", str(file)]
+    assert main([*arguments, "--steps", "2000"]) == 0
+    first = Learner(Task())
+    first.load(file)
+    assert first.steps >= 2000
+    assert len(first.replay) > 1000
+
+    assert main([*arguments, "--steps", "2500", "--resume"]) == 0
+
+    second = Learner(Task())
+    second.load(file)
+    assert second.steps >= 2500
+    assert second.iteration > first.iteration
+    assert second.returns[: len(first.returns)] == first.returns
+    assert "0 messages lost" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--resume"], "--resume needs --checkpoint"),
+        (["--role", "learner"], "needs --group"),
+        (["--collectors", "0"], "no number from 1 on"),
+    ],
+)
+def test_bad_arguments_are_refused_in_words(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a sentence and status 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_or_foreign_checkpoint_is_an_error_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is started, and the file is named."""
+    file = tmp_path / "dqn.pt"
+    assert main(["--checkpoint", str(file), "--resume"]) == 1
+    assert str(file) in capsys.readouterr().err
+    Learner(Task("Acrobot-v1")).save(file)
+    assert main(["--checkpoint", str(file), "--resume"]) == 1
+    assert "Acrobot-v1" in capsys.readouterr().err
+
+
+def test_a_learner_without_collectors_gives_up() -> None:
+    """With a timeout, not a hang."""
+    task = Task(patience=0.5)
+    with (
+        mq.connect("inproc", group="dqn-alone", name="learner") as queue,
+        pytest.raises(mq.RecvTimeout),
+    ):
+        Training(queue, task, Learner(task)).run()
+
+
+def test_a_gap_in_a_collectors_messages_is_counted() -> None:
+    """By sequence number, and apart for every incarnation."""
+
+    def message(sequence: int, incarnation: str = "a") -> mq.Message:
+        return mq.Message("t", None, "collector-0", sequence, incarnation, 0.0, 0)
+
+    ledger = Ledger(whole=True)
+    for one in (message(0), message(1), message(4), message(0, "b"), message(5)):
+        ledger.take(one)
+    assert ledger.lost == 2
+    resumed = Ledger(whole=False)
+    resumed.take(message(7))
+    assert resumed.lost == 0
+
+
+@given(
+    rewards=st.lists(st.floats(-1, 1), min_size=1, max_size=12),
+    n=st.integers(1, 5),
+    terminated=st.booleans(),
+)
+def test_n_step_returns_are_sums_over_the_next_n_steps(
+    rewards: list[float], n: int, terminated: bool
+) -> None:
+    """To the end of the episode, where no estimate follows if it ended for good."""
+    steps, found = NStep(n, 0.9), []
+    for place, reward in enumerate(rewards):
+        last = place == len(rewards) - 1
+        after = np.array([place + 1.0])
+        step = Step(after, reward, last and terminated, last and not terminated)
+        found += list(steps.add(np.array([float(place)]), place, step))
+    assert [one.action for one in found] == list(range(len(rewards)))
+    for place, one in enumerate(found):
+        window = rewards[place : place + n]
+        expected = sum(0.9**k * reward for k, reward in enumerate(window))
+        assert one.reward == pytest.approx(expected)
+        assert one.after[0] == place + len(window)
+        ended = terminated and place + len(window) == len(rewards)
+        assert one.discount == (0.0 if ended else pytest.approx(0.9 ** len(window)))
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=40), st.integers(0, 99))
+def test_a_sum_tree_draws_in_proportion(values: list[float], seed: int) -> None:
+    """Every place lies where the sums of all before it say."""
+    tree = SumTree(len(values))
+    numbers = np.array(values)
+    tree.set(np.arange(len(values)), numbers)
+    tree.set(np.array([1]), numbers[1:2])
+    at = np.random.default_rng(seed).random(20)
+    places, shares = tree.draw(at)
+    bounds = np.cumsum(numbers) / numbers.sum()
+    expected = np.minimum(np.searchsorted(bounds, at, "right"), len(values) - 1)
+    near = np.min(np.abs(bounds[:, None] - at), axis=0) < 1e-9  # rounding may decide
+    assert np.all((places == expected) | near)
+    assert shares == pytest.approx(numbers[places] / numbers.sum())
+
+
+def row(number: int) -> dict[str, torch.Tensor]:
+    step = Step(np.array([0.0]), float(number), True, False)
+    return pack(list(NStep(1, 0.9).add(np.array([float(number)]), number, step)))
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_a_full_replay_forgets_the_oldest(prioritized: bool) -> None:
+    """And a saved one draws what the original would have drawn."""
+    replay = Replay(4, 0, prioritized)
+    for number in range(6):
+        replay.add(row(number))
+    batch = replay.sample(200)
+    assert set(batch.rows["action"].tolist()) == {2, 3, 4, 5}
+    replay.learnt(batch, torch.linspace(0, 1, 200))
+    copy = Replay(4, 1, prioritized)
+    copy.load(replay.state())
+    drawn, again = replay.sample(50), copy.sample(50)
+    assert drawn.rows["action"].tolist() == again.rows["action"].tolist()
+    assert torch.equal(drawn.weights, again.weights)
+
+
+def test_large_errors_are_drawn_more_often() -> None:
+    """And count less, so that the mean stays what it is."""
+    replay = Replay(4, 0, prioritized=True)
+    for number in range(4):
+        replay.add(row(number))
+    first = replay.sample(100)
+    replay.learnt(first, (first.rows["action"] == 2).float())
+    drawn = replay.sample(400)
+    often = drawn.rows["action"] == 2
+    assert often.sum() > 300
+    assert drawn.weights[often].max() < drawn.weights[~often].min()
+
+
+@pytest.mark.parametrize(("name", "shape"), [(CARTPOLE, (4,)), (PONG, (4, 80, 80))])
+def test_a_game_says_what_it_shows(name: str, shape: tuple[int, ...]) -> None:
+    """Shape and kind of an observation are known before the first step."""
+    game = make(name)
+    seen = game.reset(seed=0)
+    assert (seen.shape, seen.dtype) == (shape, game.dtype)
+    assert game.shape == shape
+    assert game.step(0).observation.shape == shape
+    game.close()

@@ -1,0 +1,156 @@
+"""TorchRL's own inference server and clients, over mq."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import mq
+from bench.apps.seeding import initialize
+from bench.peer import Metrics, Peer
+from bench.rows import Cell
+from bench.runner import run_cell
+
+pytest.importorskip("torchrl", reason="the integration needs torchrl")
+
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.modules.inference_server import InferenceServer
+
+from mq.integrations.torchrl import InferenceFailed, MqTransport
+
+REQUESTS = 20
+
+
+def policy() -> TensorDictModule:
+    layer = nn.Linear(4, 2)
+    initialize(layer, 0)
+    return TensorDictModule(layer, in_keys=["observation"], out_keys=["action"])
+
+
+def request(number: int) -> TensorDict:
+    return TensorDict({"observation": torch.full((4,), float(number))})
+
+
+def serve(peer: Peer) -> Metrics | None:
+    """Rank 0 serves the policy; the others ask and compare."""
+    name = f"rank{peer.rank}"
+    with mq.connect(peer.cell.transport, group=peer.group, name=name) as queue:
+        if peer.rank == 0:
+            transport = MqTransport(queue, serves=True)
+            with InferenceServer(policy(), transport, max_batch_size=4):
+                peer.meet()
+                peer.meet()
+            return None
+        peer.meet()
+        client = MqTransport(queue).client()
+        own = policy()
+        numbers = [peer.rank * 100 + place for place in range(REQUESTS)]
+        answers = [client.submit(request(number)) for number in numbers]
+        for number, answer in zip(numbers, answers, strict=True):
+            expected = own(request(number))["action"]
+            torch.testing.assert_close(answer.result(timeout=60)["action"], expected)
+            torch.testing.assert_close(client(request(number))["action"], expected)
+        peer.meet()
+    return {"value": float(len(answers))}
+
+
+@pytest.mark.parametrize("backend", ["inproc", "shm", "zmq", "torchrpc:cpu"])
+def test_actors_are_answered_by_the_server(backend: str) -> None:
+    """Each gets the answers to its own requests, batched or not."""
+    cell = Cell(backend, "torchrl", 0, limit=90.0)
+    threads = backend == "inproc"
+    result = run_cell(cell, f"{__name__}:serve", 3, threads=threads)
+    assert result.status == "ok", f"{result.reason}\n{result.detail}"
+    assert result.metrics["value"] == REQUESTS
+
+
+def test_an_error_of_the_model_reaches_the_actor() -> None:
+    """By name and text; the server goes on."""
+    with (
+        mq.connect("inproc", group="torchrl-error", name="server") as one,
+        mq.connect("inproc", group="torchrl-error", name="actor") as two,
+        InferenceServer(policy(), MqTransport(one, serves=True)),
+    ):
+        client = MqTransport(two).client()
+        with pytest.raises(InferenceFailed, match="observation"):
+            client(TensorDict({"wrong": torch.zeros(4)}))
+        assert client(request(1))["action"].shape == (2,)
+
+
+def test_an_actor_whose_server_is_gone_is_told() -> None:
+    """It neither hangs nor asks a server that was never there."""
+    with mq.connect("inproc", group="torchrl-gone", name="actor") as queue:
+        transport = MqTransport(queue, timeout=0.2)
+        with pytest.raises(mq.MembersTimeout):
+            transport.submit(request(0))
+        with mq.connect("inproc", group="torchrl-gone", name="server") as server:
+            MqTransport(server, serves=True)
+            answer = transport.submit(request(0))
+            assert not answer.done()
+            with pytest.raises(TimeoutError):
+                answer.result(timeout=0.01)
+        with pytest.raises(mq.PeerLost):
+            answer.result(timeout=60)
+
+
+def test_lost_requests_do_not_end_the_server(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are logged with who sent them, and the next one is answered."""
+    with (
+        mq.connect("inproc", group="torchrl-lost", name="server") as one,
+        mq.connect("inproc", group="torchrl-lost", name="actor") as two,
+    ):
+        real, errors = one.recv, [mq.MessagesLost("actor", ["requests"], 3)]
+
+        def recv(timeout: float | None = None) -> mq.Message:
+            if errors:
+                raise errors.pop()
+            return real(timeout)
+
+        monkeypatch.setattr(one, "recv", recv)
+        with InferenceServer(policy(), MqTransport(one, serves=True)):
+            client = MqTransport(two).client()
+            assert client(request(2))["action"].shape == (2,)
+    assert "3 message(s) from 'actor'" in caplog.text
+
+
+def test_a_group_has_one_server_and_it_asks_nothing() -> None:
+    """Both mistakes are refused in words."""
+    names = ("actor", "first", "second")
+    queues = [mq.connect("inproc", group="torchrl-two", name=name) for name in names]
+    actor, *servers = queues
+    ends = [MqTransport(queue, serves=True) for queue in servers]
+    with pytest.raises(RuntimeError, match="'first', 'second'"):
+        MqTransport(actor).submit(request(0))
+    with pytest.raises(RuntimeError, match="server's end"):
+        ends[0].submit(request(0))
+    for queue in queues:
+        queue.close()
+
+
+def test_threads_of_an_actor_share_its_end() -> None:
+    """Each takes its own answer, whoever received it."""
+    found: dict[int, torch.Tensor] = {}
+    with (
+        mq.connect("inproc", group="torchrl-threads", name="server") as one,
+        mq.connect("inproc", group="torchrl-threads", name="actor") as two,
+        InferenceServer(policy(), MqTransport(one, serves=True), max_batch_size=4),
+    ):
+        client = MqTransport(two).client()
+
+        def ask(number: int) -> None:
+            found[number] = client(request(number))["action"]
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for number, action in found.items():
+        torch.testing.assert_close(action, policy()(request(number))["action"])
+    assert len(found) == 8
