@@ -404,7 +404,7 @@ def _clear(queue: mq.MQ) -> None:
 def test_what_nobody_will_read_is_given_back(small: Group) -> None:
     """Unread messages at `unsubscribe`, replaced ones of keep-last, dead readers'."""
     a, b, c = small.members("a", "b", "c")
-    b.subscribe("t")
+    b.subscribe("t", zero_copy=True)
     a.run(publish, [0, 1, 2, 3])
     assert a.run(_publish_and_catch, [4], 0.05)
     b.call("unsubscribe", "t")
