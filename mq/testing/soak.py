@@ -209,9 +209,10 @@ class Soak:
         try:
             for name in STEADY:
                 self._start(name)
-            before = self._round()
-            while time.monotonic() < self._end and not self.problems:
-                after = self._round(last=time.monotonic() + ROUND_SECONDS > self._end)
+            before = self._round(measured=True)
+            while time.monotonic() + ROUND_SECONDS < self._end and not self.problems:
+                self._round()
+            after = self._round(measured=True)
             if not self.problems:
                 self._compare(before, after)
                 for name in MORTAL:
@@ -255,7 +256,7 @@ class Soak:
             self._group.forget(member)
             self.deaths += 1
 
-    def _round(self, last: bool = False) -> dict[str, tuple[int, int, int]]:
+    def _round(self, measured: bool = False) -> dict[str, tuple[int, int, int]]:
         for name in MORTAL:
             if name not in self._members:
                 self._start(name)
@@ -271,7 +272,7 @@ class Soak:
         self._drain()
         self.rounds += 1
         print(self, flush=True)
-        if self.rounds > 1 and not last:
+        if not measured:
             return {}
         self._wait_for_idle_memory()
         return {name: self._members[name].run(measure) for name in STEADY}
