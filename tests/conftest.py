@@ -10,6 +10,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import platform
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ import pytest
 
 # libuv, in torch, keeps a pipe from its first use on; no test shall seem to leave it.
 importlib.import_module("transports.torchrpc")
+
+# A shell starts its background jobs with SIGINT ignored, and so would be every process
+# that a test starts and then interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LIBRARIES = ("torch", "numpy", "pyzmq", "pynng", "msgspec", "hypothesis")
 
