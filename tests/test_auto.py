@@ -11,23 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meeting import eventually, runtime
+from nng_links import nng_runs
 
 import mq
 from mq.auto import AutoLink
 from mq.mesh.poller import Poller
 from mq.transport import What
-from transports._nng_pair import engine
 from transports.shm import ShmLink
 
-__all__ = ["runtime"]
+__all__ = ["nng_runs", "runtime"]
 
 STEP = 30.0
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _nng_is_loaded() -> None:
-    """Its engine stays once it was used, which is no leak of the first test."""
-    engine.use()
 
 
 LARGE = np.arange(100_000, dtype=np.int64)

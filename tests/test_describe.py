@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from nng_links import nng_runs
 from tls_files import tls_options
 
 import mq
-from transports._nng_pair import engine
+
+__all__ = ["nng_runs"]
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "inproc": ({}, {}),
@@ -26,12 +28,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
     "torchrpc:cpu": ({"channels": ("basic",)}, {"channels": "basic"}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nng_runs() -> None:
-    """Its engine stays once it was used, which is no leak of the first test."""
-    engine.use()
 
 
 @pytest.mark.parametrize("backend", CASES)

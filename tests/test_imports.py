@@ -61,6 +61,7 @@ def test_a_transport_imports_only_the_link_contract(path: Path) -> None:
         "mq.errors",
         "mq.mesh.poller",
         "mq.addresses",
+        "mq.credentials",
         "mq.stream",
         "mq.lending",
         "mq.borrowing",

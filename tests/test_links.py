@@ -6,24 +6,26 @@ import functools
 import os
 import select
 import signal
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import links
 import nng_links
 import pytest
+from link_fixtures import own_temporary_directory
 from link_world import MakeLink, World
+from nng_links import nng_runs
 from tls_files import tls_options
 
 from mq.errors import ForkedProcess
 from mq.transport import What
-from transports._nng_pair import engine
 from transports.inproc import InprocLink
 from transports.shm import ShmLink
 from transports.tcp import TcpLink
 from transports.tls import TlsLink
 from transports.torchrpc import TorchRpcLink
 from transports.zmq import ZmqLink
+
+__all__ = ["nng_runs", "own_temporary_directory"]
 
 ipc = functools.partial(ZmqLink, wires=("ipc",))
 tcp = functools.partial(ZmqLink, wires=("tcp",))
@@ -69,20 +71,6 @@ BOTH_WAYS = (
     links.shows_close_to_the_other_end,
     links.delivers_before_the_link_closes,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nng_runs() -> None:
-    """Its engine stays once it was used, which is no leak of the first test."""
-    engine.use()
-
-
-@pytest.fixture(autouse=True)
-def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Socket files go where no other test looks, under a short path."""
-    with tempfile.TemporaryDirectory(prefix="links-") as directory:
-        monkeypatch.setattr(tempfile, "tempdir", directory)
-        yield
 
 
 @pytest.mark.parametrize("promise", PROMISES.values(), ids=PROMISES)

@@ -7,15 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pynng
 import pytest
+from link_fixtures import own_temporary_directory
 from link_world import PATIENCE, World
-from nng_links import ipc, tcp, tls
+from nng_links import ipc, nng_runs, tcp, tls
 from tls_files import tls_options
 
 import mq
@@ -23,9 +23,10 @@ from mq.errors import ForkedProcess
 from mq.mesh.poller import Poller
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
 from transports._nng_conns import NngConn
-from transports._nng_pair import engine
 from transports.nng import NngLink
 from transports.nng_tls import NngTlsLink
+
+__all__ = ["nng_runs", "own_temporary_directory"]
 
 WIRES = {"ipc": ipc, "tcp": tcp, "tls": tls}
 HELLO = bytes(4) + b"tensormq nng 1"
@@ -44,20 +45,6 @@ MALFORMED = {
     "a message beyond NNG's limit": framed(b"head", bytes(4 * CHUNK_BYTES)),
     "a word that no link says": framed(b"", b"what?"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nng_runs() -> None:
-    """Its engine stays once it was used, which is no leak of the first test."""
-    engine.use()
-
-
-@pytest.fixture(autouse=True)
-def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Socket files go where no other test looks, under a short path."""
-    with tempfile.TemporaryDirectory(prefix="links-") as directory:
-        monkeypatch.setattr(tempfile, "tempdir", directory)
-        yield directory
 
 
 RawPair = Callable[[str], Any]

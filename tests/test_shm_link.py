@@ -13,10 +13,11 @@ import socket
 import struct
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from link_fixtures import own_temporary_directory
 from link_world import Member, World
 
 import mq
@@ -29,19 +30,13 @@ from mq.stream.framing import SIZES
 from mq.transport import What
 from transports.shm import ShmConn, ShmLink
 
+__all__ = ["own_temporary_directory"]
+
 MakeDescriptor = Callable[[], int]
 SIZE = 1 << 16
 NOTE = struct.Struct("<BIQ")
 make = functools.partial(ShmLink, shm_bytes=8 * BLOCK_BYTES)
 take = Pool(0).take
-
-
-@pytest.fixture(autouse=True)
-def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Socket files go where no other test looks, under a short path."""
-    with tempfile.TemporaryDirectory(prefix="shm-") as directory:
-        monkeypatch.setattr(tempfile, "tempdir", directory)
-        yield directory
 
 
 def pair(world: World) -> tuple[ShmConn, ShmConn]:

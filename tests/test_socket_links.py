@@ -7,21 +7,23 @@ import functools
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import nng_links
 import pytest
+from link_fixtures import own_temporary_directory
 from link_world import PATIENCE, MakeLink, World
+from nng_links import nng_runs
 from tls_files import tls_options
 
 from mq.mesh.poller import Poller
 from mq.testing.proxy import Proxy
 from mq.transport import What
-from transports._nng_pair import engine
 from transports.tcp import TcpLink
 from transports.tls import TlsLink
 from transports.zmq import ZmqLink
+
+__all__ = ["nng_runs", "own_temporary_directory"]
 
 LINKS: dict[str, MakeLink] = {
     "nng-ipc": nng_links.ipc,
@@ -42,20 +44,6 @@ def links(*names: str) -> pytest.MarkDecorator:
 every_link = links(*LINKS)
 over_tcp = links("nng-tcp", "nng-tls", "tcp", "tls", "zmq-tcp")
 over_unix = links("nng-ipc", "zmq-ipc")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nng_runs() -> None:
-    """Its engine stays once it was used, which is no leak of the first test."""
-    engine.use()
-
-
-@pytest.fixture(autouse=True)
-def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Socket files go where no other test looks, under a short path."""
-    with tempfile.TemporaryDirectory(prefix="links-") as directory:
-        monkeypatch.setattr(tempfile, "tempdir", directory)
-        yield directory
 
 
 def connected(address: str) -> socket.socket:

@@ -13,23 +13,19 @@ from typing import Any
 
 import pytest
 from link_world import PATIENCE, World
+from nng_links import nng_runs
 from tls_files import CERTIFICATES, tls_options
 
 import mq
 from mq.transport import Conn, Event, Link, What
-from transports._nng_pair import engine
 from transports.nng_tls import NngTlsLink
 from transports.tls import TlsConn, TlsLink
+
+__all__ = ["nng_runs"]
 
 Make = Callable[..., Link]
 ENGINES: dict[str, Make] = {"tls": TlsLink, "nng:tls": NngTlsLink}
 tls = functools.partial(TlsLink, **tls_options())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nng_runs() -> None:
-    """Its engine stays once it was used, which is no leak of the first test."""
-    engine.use()
 
 
 @pytest.fixture(params=ENGINES)

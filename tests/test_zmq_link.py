@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import functools
 import secrets
-import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
+from link_fixtures import own_temporary_directory
 from link_world import PATIENCE, World
 
 from mq.mesh.poller import Poller
 from mq.transport import MAX_HEAD_BYTES, What
 from transports.zmq import ZmqLink
+
+__all__ = ["own_temporary_directory"]
 
 tcp = functools.partial(ZmqLink, wires=("tcp",))
 
@@ -33,14 +35,6 @@ MALFORMED = {
     "a part too many": [b"head\4\0\0\0", b"abcd", b"more"],
     "hundreds of parts": [b"head"] * 500,
 }
-
-
-@pytest.fixture(autouse=True)
-def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Socket files go where no other test looks, under a short path."""
-    with tempfile.TemporaryDirectory(prefix="links-") as directory:
-        monkeypatch.setattr(tempfile, "tempdir", directory)
-        yield
 
 
 RawDealer = Callable[[str, bool], zmq.Socket[bytes]]

@@ -20,16 +20,17 @@ import secrets
 import select
 import shutil
 import socket
-import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from pynng import lib
 
 from mq import addresses
 from mq.mesh.poller import Poller
+from mq.stream.sockets import bound_tcp, bound_unix, tcp_targets
+from mq.stream.watching import EVENTS, Watching
 from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
 from transports._nng_conns import LINGER_SECONDS, NngConn
 from transports._nng_pair import PREFIX_BYTES, Channel, Pair, engine
@@ -43,7 +44,7 @@ _SEND_BYTES = 4 << 20  # of a unix socket: up to a fifth faster than the default
 _BACKLOG = 1024
 
 
-class NngLink(Link):
+class NngLink(Watching[NngConn], Link):
     """NNG's Pair0 over unix and TCP sockets.
 
     A host name is looked up while it is dialled, which waits for the resolver; other
@@ -65,6 +66,7 @@ class NngLink(Link):
             raise ValueError(f"wires are 'ipc', 'tcp' or both, not {wires!r}")
         if not 1 <= depth <= 8192:
             raise ValueError("depth is from 1 to 8192 messages")
+        super().__init__()
         self.malformed = 0
         self.busy: dict[NngConn, bool] = {}  # and whether it is readable
         self.conns: dict[NngConn, None] = {}
@@ -73,8 +75,6 @@ class NngLink(Link):
         self.freeing: list[Channel] = []
         self._wires = tuple(wires)
         self._depth = depth
-        self._readers: dict[int, NngConn] = {}
-        self._handlers: dict[int, Callable[[], None]] = {}
         self._listeners: list[socket.socket] = []
         self._deaf: list[socket.socket] = []
         self._files: list[str] = []
@@ -99,13 +99,7 @@ class NngLink(Link):
         engine.use()
         engine.links += 1
         self._open = True
-        self._poller = poller
-        self._epoll = select.epoll()
-        # What seldom happens is behind one descriptor; messages wake the poller
-        # directly, which is some microseconds faster.
-        self._rare = select.epoll()
-        self._epoll.register(self._rare.fileno(), select.EPOLLIN)
-        poller.register(self._rare.fileno())
+        self._begin_watching(poller)
         try:
             bound = [self._listen(address, directory) for address in wanted]
         except BaseException:
@@ -118,7 +112,7 @@ class NngLink(Link):
             address = f"ipc://{self._new_file(directory)}"
         wire, _, rest = address.partition("://")
         try:
-            sock = _bound_unix(rest) if wire == "ipc" else _bound_tcp(address)
+            sock = bound_unix(rest) if wire == "ipc" else bound_tcp(address)
         except OSError as error:
             number = error.errno or errno.EINVAL
             raise OSError(number, f"cannot listen on {address}: {error}") from error
@@ -194,31 +188,6 @@ class NngLink(Link):
         """Bytes of the largest message that the engine accepts."""
         return PREFIX_BYTES + MAX_HEAD_BYTES + self.chunk_bytes + _HEADROOM_BYTES
 
-    # -- descriptors ----------
-
-    def watch(self, fd: int, events: int, handler: Callable[[], None]) -> None:
-        """Have `poll` call `handler` when something happens to a descriptor."""
-        if fd >= 0 and fd not in self._handlers:
-            self._handlers[fd] = handler
-            self._rare.register(fd, events)
-
-    def unwatch(self, fd: int) -> None:
-        """Forget a descriptor, before it is closed; idempotent."""
-        if self._handlers.pop(fd, None) is not None:
-            self._rare.unregister(fd)
-
-    def read(self, fd: int, conn: NngConn) -> None:
-        """Have `poll` look at `conn` when the descriptor is readable."""
-        self._readers[fd] = conn
-        self._epoll.register(fd, select.EPOLLIN)
-        self._poller.register(fd)
-
-    def unread(self, fd: int) -> None:
-        """Forget a descriptor, before it is closed; idempotent."""
-        if self._readers.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
-            self._poller.unregister(fd)
-
     def forget(self, conn: NngConn) -> None:
         """A connection is over."""
         self.conns.pop(conn, None)
@@ -237,7 +206,7 @@ class NngLink(Link):
     def poll(self) -> Iterator[Event]:
         if not self._open:
             return
-        for fd, _ in self._epoll.poll(0, 64):
+        for fd, _ in self._epoll.poll(0, EVENTS):
             conn = self._readers.get(fd)
             if conn is not None:
                 self.busy[conn] = True
@@ -250,11 +219,6 @@ class NngLink(Link):
         for conn in list(self.busy):
             if (readable := self.busy.pop(conn, None)) is not None:
                 yield from conn.report(readable)
-
-    def _look(self) -> None:
-        for fd, _ in self._rare.poll(0, 64):
-            if (handler := self._handlers.get(fd)) is not None:
-                handler()
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -277,7 +241,7 @@ class NngLink(Link):
                 conn.close()
             deadline = time.monotonic() + LINGER_SECONDS
             while self.closing and (left := deadline - time.monotonic()) > 0:
-                self._epoll.poll(left, 64)
+                self._epoll.poll(left, EVENTS)
                 for _ in self.poll():
                     pass
         finally:
@@ -305,9 +269,7 @@ class NngLink(Link):
             time.sleep(0.0005)  # NNG closes descriptors in a thread that tells nobody
         self._open = False
         engine.links -= 1
-        self._poller.unregister(self._rare.fileno())
-        self._rare.close()
-        self._epoll.close()
+        self._end_watching()
 
     def abandon(self) -> None:
         if not self._open:
@@ -317,8 +279,7 @@ class NngLink(Link):
             conn.abandon()
         for listener in self._listeners:
             listener.close()
-        self._rare.close()
-        self._epoll.close()
+        self._abandon_watching()
 
 
 class NngIpcLink(NngLink):
@@ -329,37 +290,7 @@ class NngIpcLink(NngLink):
     )
 
 
-def _bound_unix(path: str) -> socket.socket:
-    addresses.check_socket_path(path)
-    if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
-        os.unlink(path)  # left by a process that was killed: nobody listens there
-    sock = socket.socket(socket.AF_UNIX)
-    return _bound(sock, path)
-
-
-def _bound_tcp(address: str) -> socket.socket:
-    host, port = addresses.split(address)
-    host = "0.0.0.0" if host == "*" else host.strip("[]")
-    family, kind, _, _, target = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if family == socket.AF_INET6:
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    return _bound(sock, target)
-
-
-def _bound(sock: socket.socket, target: object) -> socket.socket:
-    try:
-        sock.bind(target)  # type: ignore[arg-type]
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _target(address: str) -> tuple[socket.AddressFamily, Any]:
+def _target(address: str) -> tuple[int, Any]:
     """Where to connect to.
 
     Raises:
@@ -368,6 +299,4 @@ def _target(address: str) -> tuple[socket.AddressFamily, Any]:
     wire, _, rest = address.partition("://")
     if wire == "ipc":
         return socket.AF_UNIX, rest
-    host, port = addresses.split(address)
-    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    return found[0][0], found[0][4]
+    return tcp_targets(address)[0]

@@ -14,6 +14,7 @@ from typing import ClassVar
 from pynng import ffi, lib
 
 from mq import addresses
+from mq.credentials import pem_files
 from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from mq.transport import Capabilities, Conn, What
@@ -53,17 +54,7 @@ class NngTlsLink(NngLink):
         server_name: str | None = None,
     ) -> None:
         super().__init__(wires=("tcp",))
-        given = {
-            "certificate": certificate,
-            "private_key": private_key,
-            "authorities": authorities,
-        }
-        missing = [name for name, path in given.items() if not path]
-        if missing:
-            raise ValueError(
-                "nng:tls needs certificate=, private_key= and authorities=, the paths "
-                f"of PEM files; missing: {', '.join(missing)}"
-            )
+        pem_files("nng:tls", certificate, private_key, authorities)
         self._wires = (_SCHEME,)
         self._paths = (certificate, private_key, authorities)
         self._server_name = server_name

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, NoReturn
 
 from mq import addresses
+from mq.credentials import pem_files
 from mq.mesh.poller import Poller
 from mq.stream.conn import StreamConn
 from mq.stream.link import StreamLink
@@ -198,23 +199,12 @@ class TlsLink(TcpStreamLink):
         oldest_version: str = "1.3",
     ) -> None:
         super().__init__()
-        given = {
-            "certificate": certificate,
-            "private_key": private_key,
-            "authorities": authorities,
-        }
-        missing = [name for name, path in given.items() if not path]
-        if missing:
-            raise ValueError(
-                "tls needs certificate=, private_key= and authorities=, the paths of "
-                f"PEM files; missing: {', '.join(missing)}"
-            )
+        self._paths = pem_files("tls", certificate, private_key, authorities)
         if oldest_version not in _VERSIONS:
             raise ValueError(
                 f"oldest_version is '1.2' or '1.3', not {oldest_version!r}"
             )
         self.sealed = memoryview(bytearray(_PIECE_BYTES))
-        self._paths = given
         self._server_name = server_name
         self._oldest = _VERSIONS[oldest_version]
 

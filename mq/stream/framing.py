@@ -17,6 +17,7 @@ emptied the socket, so that no call is made to find nothing.
 from __future__ import annotations
 
 import struct
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -184,17 +185,17 @@ class Framing(Conn):
         self._found_room()
         self._hang_up()
 
+    @abstractmethod
     def _hang_up(self) -> None:
         """Have the socket signal its end, whatever became of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _await_room(self) -> None:
         """Have `flush` called when the socket has room."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _found_room(self) -> None:
         """Nothing waits for room any more."""
-        raise NotImplementedError
 
     # -- receiving ----------
 
@@ -236,7 +237,7 @@ class Framing(Conn):
 
     def _noted(self, note: bytes) -> None:
         """The peer's link said something that is not for the mesh."""
-        raise NotImplementedError
+        self.malformed(f"a note of {len(note)} bytes")
 
     def receive_body(self, into: memoryview) -> bool:
         left = self._body
@@ -321,15 +322,15 @@ class Framing(Conn):
                 self.end("the peer closed the connection")
         return max(0, count)
 
+    @abstractmethod
     def _idle(self) -> None:
         """There is no message to receive until the socket signals."""
-        raise NotImplementedError
 
     # -- the end ----------
 
+    @abstractmethod
     def end(self, reason: str) -> None:
         """Nothing more comes from the socket: LOST follows what is in the buffer."""
-        raise NotImplementedError
 
     def malformed(self, what: str) -> None:
         """The peer broke the rules: nothing more of it is read."""

@@ -7,11 +7,12 @@ import select
 import socket
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 from mq.mesh.poller import Poller
 from mq.stream.conn import LINGER_SECONDS, StreamConn
+from mq.stream.watching import EVENTS, Watching
 from mq.transport import Conn, Event, Link, What
 
 logger = logging.getLogger(__name__)
@@ -21,11 +22,10 @@ _ACCEPTS: Final = 32  # at a time, before the others have their turn
 _STRANGERS: Final = 128
 _GREETING_SECONDS: Final = 5.0
 _DEAF_SECONDS: Final = 0.5
-_EVENTS: Final = 64
 _LOOK_SECONDS: Final = 0.005
 
 
-class StreamLink(Link):
+class StreamLink(Watching[StreamConn], Link):
     """Stream sockets without waiting: one descriptor for each connection.
 
     A subclass says which sockets there are: `bind`, `targets`, and what it does with
@@ -44,13 +44,12 @@ class StreamLink(Link):
     conn_class: ClassVar[type[StreamConn]] = StreamConn
 
     def __init__(self) -> None:
+        super().__init__()
         self.malformed = 0
         self.busy: dict[StreamConn, None] = {}
         self.conns: dict[StreamConn, None] = {}
         self.closing: dict[StreamConn, float] = {}
         self.strangers: dict[StreamConn, float] = {}
-        self._readers: dict[int, StreamConn] = {}
-        self._handlers: dict[int, Callable[[], None]] = {}
         self._listeners: list[socket.socket] = []
         self._deaf: dict[socket.socket, float] = {}
         self._is_open = False
@@ -96,14 +95,8 @@ class StreamLink(Link):
             OSError: An address cannot be listened on.
         """
         self._is_open = True
-        self._poller = poller
-        self._epoll = select.epoll()
+        self._begin_watching(poller)
         self._signalled = self._epoll.poll
-        # What seldom happens is behind one descriptor; messages wake the poller
-        # directly, which is some microseconds faster.
-        self._rare = select.epoll()
-        self._epoll.register(self._rare.fileno(), select.EPOLLIN)
-        poller.register(self._rare.fileno())
         try:
             return [self._listen(address, directory) for address in addresses]
         except BaseException:
@@ -165,31 +158,6 @@ class StreamLink(Link):
             conn.end(f"cannot dial {address}: {problem}")
         return conn
 
-    # -- descriptors ----------
-
-    def watch(self, fd: int, events: int, handler: Callable[[], None]) -> None:
-        """Have `poll` call `handler` as long as a descriptor is ready."""
-        if fd not in self._handlers:
-            self._handlers[fd] = handler
-            self._rare.register(fd, events)
-
-    def unwatch(self, fd: int) -> None:
-        """Forget a descriptor, before it is closed; idempotent."""
-        if self._handlers.pop(fd, None) is not None:
-            self._rare.unregister(fd)
-
-    def read(self, fd: int, conn: StreamConn) -> None:
-        """Have `poll` look at `conn` when the descriptor is readable."""
-        self._readers[fd] = conn
-        self._epoll.register(fd, select.EPOLLIN)
-        self._poller.register(fd)
-
-    def unread(self, fd: int) -> None:
-        """Forget a descriptor, before it is closed; idempotent."""
-        if self._readers.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
-            self._poller.unregister(fd)
-
     def notice(self, conn: StreamConn) -> None:
         """Have the next `poll` look at a connection."""
         if conn in self.conns:
@@ -208,7 +176,7 @@ class StreamLink(Link):
         if not self._is_open:
             return
         busy, readers = self.busy, self._readers
-        for fd, _ in self._signalled(0, _EVENTS):
+        for fd, _ in self._signalled(0, EVENTS):
             conn = readers.get(fd)
             if conn is not None:
                 conn.drained = False
@@ -224,11 +192,6 @@ class StreamLink(Link):
                 yield conn.readable
             if conn.special and conn in busy:  # it may have ended while it was read
                 yield from conn.report()
-
-    def _look(self) -> None:
-        for fd, _ in self._rare.poll(0, _EVENTS):
-            if (handler := self._handlers.get(fd)) is not None:
-                handler()
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -255,16 +218,14 @@ class StreamLink(Link):
                 conn.close()
             deadline = time.monotonic() + LINGER_SECONDS
             while self.closing and time.monotonic() < deadline:
-                self._epoll.poll(_LOOK_SECONDS, _EVENTS)
+                self._epoll.poll(_LOOK_SECONDS, EVENTS)
                 for _ in self.poll():
                     pass
         finally:
             for conn in list(self.conns):
                 conn.drop()
             self._is_open = False
-            self._poller.unregister(self._rare.fileno())
-            self._rare.close()
-            self._epoll.close()
+            self._end_watching()
 
     def _stop_listening(self) -> None:
         self._deaf.clear()
@@ -282,5 +243,4 @@ class StreamLink(Link):
             conn.abandon()
         for listener in self._listeners:
             listener.close()
-        self._rare.close()
-        self._epoll.close()
+        self._abandon_watching()
