@@ -65,6 +65,6 @@ def test_steps_3_and_4_learn_over_two_backends(step: int, tmp_path: Path) -> Non
     assert lost == "0"
 
 
-def test_step_5_goes_on_without_the_killed_collector(tmp_path: Path) -> None:
-    """And with the one that takes its place."""
+def test_step_5_goes_on_with_who_takes_the_place_of_the_killed(tmp_path: Path) -> None:
+    """However long the learner had nobody."""
     assert run_step(5, tmp_path)[-1].startswith("done: ")
