@@ -125,6 +125,8 @@ def join(
     link.insecure = settings.insecure
     meeting: Rendezvous | None = None
     poller = Poller()
+    if link.capabilities.reach == "process":
+        poller.spins = False  # whom one waits for needs the interpreter lock
     driver: Driver | None = None
     try:
         if not settings.explicit:

@@ -163,7 +163,7 @@ class Lead:
             self._keeper_polls = True
         self.lock.release()
         try:
-            ready = self.poller.wait(max(0.0, until - now))
+            ready = self.poller.wait(max(0.0, until - now), me != _KEEPER)
         finally:
             self.lock.acquire()
             if me == _KEEPER:

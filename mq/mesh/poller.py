@@ -6,7 +6,13 @@ import os
 import select
 import sys
 import threading
+import time
+from typing import Final
 
+SPIN_SECONDS: Final = 400e-6
+"""How long a wait looks again and again before it sleeps."""
+_LONGEST_PAUSE: Final = 256
+"""Short waits to go by, at most, before one spins again."""
 _ONE = (1).to_bytes(8, sys.byteorder)
 
 
@@ -16,6 +22,19 @@ class Poller:
     `wait` may run in one or several threads while others register, unregister or wake.
     It is level-triggered: it returns at once as long as a registered descriptor is
     readable.
+
+    **Spinning.** A thread that sleeps is woken late, often on another core and with
+    cold caches, which costs more than all our work on a small message. So a wait may
+    look again and again for `SPIN_SECONDS` before it sleeps, as long as that
+    succeeds. After it was in vain a number of waits that short must go by, twice as
+    many each time, before one spins again. So where events are rarer, or the other
+    side has no core to run on, nearly all waits sleep at once. Between two looks
+    others may have the core: the engine and the peers need it.
+
+    Attributes:
+        spins: Whether waits may spin at all: not where one core is all there is, nor
+            where what comes is from threads of this process, which need the interpreter
+            lock for it.
     """
 
     def __init__(self) -> None:
@@ -32,6 +51,9 @@ class Poller:
             os.set_blocking(self._writer, False)
         self._fds = {self._reader}
         self._woken = False
+        self.spins = _cores() > 1
+        self._pause = 1
+        self._short_waits_left = 1
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
         if self._epoll is not None:
             edge = select.EPOLLET if self._edge else 0
@@ -71,21 +93,26 @@ class Poller:
             except (BlockingIOError, OSError):  # full: the wait ends anyway; or closed
                 pass
 
-    def wait(self, timeout: float | None) -> list[int]:
+    def wait(self, timeout: float | None, spin: bool = False) -> list[int]:
         """Sleep until a descriptor is readable, `wake`, or `timeout` seconds.
+
+        Args:
+            timeout: Seconds; None waits.
+            spin: Whether somebody waits for what comes, so that spinning may pay.
 
         Returns:
             The registered descriptors that are readable; none after a time-out or a
             mere wake-up.
         """
-        if self._epoll is not None:
-            ready = [
-                fd for fd, _ in self._epoll.poll(-1 if timeout is None else timeout)
-            ]
+        if not (spin and self.spins):
+            ready = self._look(timeout)
         else:
-            with self._lock:
-                fds = list(self._fds)
-            ready = select.select(fds, [], [], timeout)[0]
+            began = time.monotonic()
+            ready = [] if self._short_waits_left else self._spin(timeout, began)
+            if not ready:
+                ready = self._look(timeout)
+                if ready and time.monotonic() - began < SPIN_SECONDS:
+                    self._short_waits_left = max(0, self._short_waits_left - 1)
         if self._reader in ready:
             if not self._edge:
                 try:
@@ -95,6 +122,28 @@ class Poller:
             self._woken = False  # only now, else a wake-up in between would stick
             ready.remove(self._reader)
         return ready
+
+    def _spin(self, timeout: float | None, began: float) -> list[int]:
+        until = began + SPIN_SECONDS
+        if timeout is not None and timeout < SPIN_SECONDS:
+            return []
+        while time.monotonic() < until:
+            ready = self._look(0)
+            if ready:
+                self._pause = max(1, self._pause // 2)
+                return ready
+            _yield()
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._short_waits_left = self._pause
+        return []
+
+    def _look(self, timeout: float | None) -> list[int]:
+        if self._epoll is not None:
+            found = self._epoll.poll(-1 if timeout is None else timeout)
+            return [fd for fd, _ in found]
+        with self._lock:
+            fds = list(self._fds)
+        return select.select(fds, [], [], timeout)[0]
 
     def close(self) -> None:
         """Close the descriptors of the poller itself; idempotent."""
@@ -107,3 +156,15 @@ class Poller:
             os.close(self._reader)
             if self._writer != self._reader:
                 os.close(self._writer)
+
+
+def _yield() -> None:
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+
+
+def _cores() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,154 @@
+"""When a wait spins, by a clock and events of the test's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import mq
+from mq.mesh import poller as module
+from mq.mesh.poller import SPIN_SECONDS, Poller
+
+LOOK_SECONDS = SPIN_SECONDS / 40
+EVENT = 4711
+
+
+class ScriptedPoller(Poller):
+    """Looks at events that the test has planned, by the test's clock.
+
+    Attributes:
+        now: The time.
+        due: When the next event comes.
+        spun: Looks that did not wait.
+        slept: Looks that did.
+    """
+
+    now = 0.0
+    due = 0.0
+    spun = 0
+    slept = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def _look(self, timeout: float | None) -> list[int]:
+        if timeout == 0:
+            self.spun += 1
+            self.now += LOOK_SECONDS
+        else:
+            self.slept += 1
+            end = float("inf") if timeout is None else self.now + timeout
+            self.now = max(self.now, min(self.due, end))
+        return [EVENT] if self.now >= self.due else []
+
+    def wait_for_event(self, seconds: float, timeout: float | None = None) -> list[int]:
+        """Wait, while the event comes in so many seconds."""
+        self.due = self.now + seconds
+        self.spun = self.slept = 0
+        return self.wait(timeout, spin=True)
+
+
+@pytest.fixture
+def poller(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedPoller]:
+    made = ScriptedPoller()
+    made.spins = True
+    clock: Any = type("Clock", (), {"monotonic": made.monotonic})
+    monkeypatch.setattr(module, "time", clock)
+    yield made
+    made.close()
+
+
+def test_after_a_short_wait_the_next_one_spins(poller: ScriptedPoller) -> None:
+    """And goes on doing so while that finds the event."""
+    assert poller.wait_for_event(SPIN_SECONDS / 2) == [EVENT]
+    assert (poller.spun, poller.slept) == (0, 1)
+    for _ in range(100):
+        assert poller.wait_for_event(SPIN_SECONDS / 2) == [EVENT]
+        assert poller.spun
+        assert not poller.slept
+
+
+def test_where_events_are_rare_no_wait_spins(poller: ScriptedPoller) -> None:
+    """For it would be in vain."""
+    for _ in range(100):
+        assert poller.wait_for_event(2 * SPIN_SECONDS) == [EVENT]
+        assert (poller.spun, poller.slept) == (0, 1)
+
+
+def test_spinning_in_vain_becomes_ever_rarer(poller: ScriptedPoller) -> None:
+    """As where the other side can run only while this one sleeps."""
+    spinning = 0
+    for _ in range(10_000):
+        poller.due = poller.now + SPIN_SECONDS / 2
+        if not poller._short_waits_left:
+            poller.due = poller.now + 2 * SPIN_SECONDS
+        poller.spun = 0
+        assert poller.wait(None, spin=True) == [EVENT]
+        spinning += bool(poller.spun)
+    assert 1 < spinning < 60
+
+
+def test_it_spins_again_when_that_pays_again(poller: ScriptedPoller) -> None:
+    """After at most as many short waits as there are between two trials."""
+    for _ in range(20):
+        poller._short_waits_left = 0
+        poller.wait_for_event(2 * SPIN_SECONDS)
+    spinning = [
+        bool(poller.wait_for_event(SPIN_SECONDS / 2) and poller.spun)
+        for _ in range(1000)
+    ]
+    first = spinning.index(True)
+    assert 1 < first <= 256
+    assert all(spinning[first:])
+
+
+def test_a_short_timeout_is_kept(poller: ScriptedPoller) -> None:
+    """However long spinning would take."""
+    poller.wait_for_event(SPIN_SECONDS / 2)
+    began = poller.now
+    assert poller.wait_for_event(1.0, timeout=SPIN_SECONDS / 4) == []
+    assert poller.now == began + SPIN_SECONDS / 4
+    assert not poller.spun
+    assert poller.wait_for_event(1.0, timeout=0.5) == []
+    assert poller.now - began < 0.51 + 2 * SPIN_SECONDS
+
+
+def test_who_waits_for_nobody_does_not_spin(poller: ScriptedPoller) -> None:
+    """The keeper's waits are not on anybody's way."""
+    poller.wait_for_event(SPIN_SECONDS / 2)
+    poller.due = poller.now + SPIN_SECONDS / 2
+    assert poller.wait(None) == [EVENT]
+    assert not poller.spun
+
+
+def test_a_wake_up_is_seen_while_spinning() -> None:
+    """As while sleeping."""
+    poller = Poller()
+    poller.spins = True
+    try:
+        for _ in range(3):
+            poller.wake()
+            assert poller.wait(5.0, spin=True) == []
+            assert not poller._short_waits_left
+    finally:
+        poller.close()
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="cores cannot be counted here"
+)
+def test_on_one_core_nothing_spins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever one waits for needs it."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    poller = Poller()
+    poller.close()
+    assert not poller.spins
+
+
+def test_threads_of_one_process_do_not_spin() -> None:
+    """Whom one waits for needs the interpreter lock."""
+    with mq.connect("inproc", group="no-spinning", name="a") as queue:
+        assert not queue._driver.poller.spins
