@@ -21,11 +21,18 @@ _BENCH = sorted(
     map(str, (*_HERE.glob("test_bench*.py"), *_HERE.glob("test_apps_*.py")))
 )
 _SOME = "nng or torchrpc or [tcp-"
+_LONG = sorted(
+    str(path)
+    for name in ("interrupts", "soak", "third_party", "torchrpc_*")
+    for path in _HERE.glob(f"test_{name}.py")
+)
+_ELSEWHERE = (CONFORMANCE, *_BENCH, *_LONG)
 PARTS = {
     "conformance of nng, tcp and torchrpc": [CONFORMANCE, "-k", _SOME],
     "conformance of the others": [CONFORMANCE, "-k", f"not ({_SOME})"],
     "the bench and its applications": _BENCH,
-    "all else": [str(_HERE), *(f"--ignore={path}" for path in (CONFORMANCE, *_BENCH))],
+    "interrupts, soak, torchrpc": _LONG,
+    "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
 }
 LIMIT_SECONDS = 3600.0
 PROGRESS_SECONDS = 30.0
