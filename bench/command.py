@@ -22,7 +22,7 @@ other, and compared by the ratios within a round. Results are written as JSON li
 (results.jsonl) and as a report (report.html with its plots, and report.md).
 
   mq bench compare A.jsonl B.jsonl    what got slower or faster between two runs
-  mq bench report RESULTS.jsonl       write the report on a run again
+  mq bench report RESULTS.jsonl ...   write the report again, or one on several runs
   mq bench apps                       applications end to end: mq bench apps --help"""
 
 _QUICK_ROUNDS, _QUICK_BUDGET = 3, 0.15
@@ -252,8 +252,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str], output: Path) -> 
         status = 130
     finally:
         writer.close()
-    print(report.terminal(path))
-    for line in report.write(path, output):
+    print(report.terminal([path]))
+    for line in report.write([path], output):
         print(line)
     return status
 

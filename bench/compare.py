@@ -186,8 +186,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        old_facts, before = report.load(options.before)
-        new_facts, after = report.load(options.after)
+        old_facts, before = _load(options.before)
+        new_facts, after = _load(options.after)
     except (OSError, ValueError) as error:
         print(f"mq bench compare: {error}", file=sys.stderr)
         return 2
@@ -203,6 +203,20 @@ def main(arguments: Sequence[str]) -> int:
     for line in failed:
         print(f"worse: {line}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _load(path: Path) -> tuple[dict[str, str], Run]:
+    """The conditions and the rows of a run of transports.
+
+    Raises:
+        ValueError: It is of applications, or no file of `mq bench`.
+    """
+    found = report.load([path])
+    if found.apps:
+        raise ValueError(
+            f"{path} is of applications: mq bench report joins such runs in one report"
+        )
+    return found.facts[0], found.run
 
 
 def _ratio(given: str) -> float:

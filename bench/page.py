@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,57 +11,87 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
 from bench import advice, tables
+from bench.apps.app import ALONE
+from bench.apps.report import conditions
 from bench.baselines import is_baseline
 from bench.plots import Plot
 from bench.summary import Run, number, published
 from bench.tables import Text
 
 _GOOD, _FAIR = 1.05, 1.5
-_TO_THE_LEFT = ("transport", "workload", "system", "scope")
+_TO_THE_LEFT = ("transport", "workload", "system", "scope", "backend", "tensors")
 
 
 class Section(NamedTuple):
-    """A workload in the report: its plots, its table, and what follows from it."""
+    """A workload in the report: its plots, its table, and what follows from it.
+
+    Attributes:
+        shown: Whether the table is seen at once, though there are plots.
+    """
 
     table: Text
     plots: list[Plot]
     further: list[Text]
+    shown: bool = False
 
 
-def render(
-    run: Run,
-    plots: Sequence[Plot],
-    facts: dict[str, str],
-    method: Sequence[str],
-    unfinished: str,
-) -> str:
+class About(NamedTuple):
+    """What a page says besides its figures.
+
+    Attributes:
+        facts: The conditions of each file.
+        conditions: The same in rows.
+        method: How it was measured, in sentences.
+        remarks: What is missing or does not fit together, in sentences.
+    """
+
+    title: str
+    facts: Sequence[Mapping[str, str]]
+    conditions: Text
+    method: Sequence[str]
+    remarks: Sequence[str]
+
+
+def render(run: Run, apps: Sequence[Text], plots: Sequence[Plot], about: About) -> str:
     """The page.
 
     Args:
-        method: How it was measured, in sentences.
-        unfinished: What is missing in the run, or an empty string.
+        apps: The table of all applications, and those of each; empty if none was run.
     """
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
     ).get_template("page.html.j2")
+    figures = published()[1] if run.of("latency") else []
     return template.render(
-        facts=facts,
-        unfinished=unfinished,
+        about=about,
         purposes=_purposes(run),
         scores=advice.scores(run),
         small=advice.small_size(run),
         large=advice.large_size(run),
         losses=advice.losses(run),
-        sections=_sections(run, plots),
-        method=method,
-        conditions=published()[1] if run.of("latency") else [],
+        overview=apps[0] if apps else None,
+        sections=_sections(run, plots) + _of_apps(apps[1:], plots),
+        published=[*figures, *(conditions() if apps else [])],
         ratio=_ratio,
         rows=_rows,
         prose=_prose,
+        anchor=_anchor,
         svg=lambda plot: Markup(plot.svg()),
     )
+
+
+def _of_apps(texts: Sequence[Text], plots: Sequence[Plot]) -> list[Section]:
+    return [
+        Section(text, [plot for plot in plots if plot.section == text.title], [], True)
+        for text in texts
+    ]
+
+
+def _anchor(title: str) -> str:
+    """The id of a section."""
+    return title.replace(" ", "-").replace("/", "-")
 
 
 def _purposes(
@@ -108,12 +138,18 @@ def _ratio(value: float | None) -> Markup:
 def _rows(table: Text) -> Markup:
     left = [name in _TO_THE_LEFT for name in table.head]
     lines = [_line("th", table.head, left)]
-    place = table.head.index("transport") if "transport" in table.head else None
+    names = [name for name in ("transport", "backend") if name in table.head]
+    place = table.head.index(names[-1]) if names else None
     for line in table.lines:
-        raw = place is not None and is_baseline(line[place])
+        raw = place is not None and _beside(line[place])
         lines.append(_line("td", line, left, "raw" if raw else ""))
     body = Markup("\n").join(lines)
     return Markup('<div class="scroll"><table>\n{}\n</table></div>').format(body)
+
+
+def _beside(name: str) -> bool:
+    """Whether a row is what ours are compared with."""
+    return is_baseline(name) or name == ALONE or name.startswith("published")
 
 
 def _line(tag: str, cells: Sequence[str], left: list[bool], kind: str = "") -> Markup:

@@ -24,7 +24,7 @@ _LIMITS = ("limit:memcpy", "limit:unix", "limit:tcp")
 _MARKS = "ov^sDPX"
 _WITHOUT_BARS = ("latency", "import", "codec")
 _GREYS = ("#333333", "#777777", "#a07840", "#5f8f8f")
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -57,14 +57,14 @@ class Plot(NamedTuple):
     def png(self, directory: Path) -> Path:
         """Write it as ``name.png``; where it is."""
         path = directory / f"{self.name}.png"
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(STYLE):
             self.figure.savefig(path, dpi=120)
         return path
 
     def svg(self) -> str:
         """Its SVG element; each series is a group whose id is ``name/series``."""
         out = io.StringIO()
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(STYLE):
             self.figure.savefig(out, format="svg", metadata={"Date": None})
         text = out.getvalue()
         # Ids other than the series' are alike in every plot of one page.
@@ -75,19 +75,27 @@ class Plot(NamedTuple):
 
 def draw(run: Run) -> list[Plot]:
     """Every plot that the results are enough for."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         found = [_latency(run), _panels(run), _ratios(run), _with_published(run)]
         others = [name for name in plan.WORKLOADS if name not in _WITHOUT_BARS]
         found += [*(_bars(run, workload) for workload in others), _losses(run)]
-        plots = [plot for plot in found if plot is not None]
-        for plot in plots:  # laid out once, which takes most of the time
-            plot.figure.draw_without_rendering()
-            plot.figure.set_layout_engine("none")
+        return laid_out([plot for plot in found if plot is not None])
+
+
+def laid_out(plots: list[Plot]) -> list[Plot]:
+    """The plots with their layout, which takes most of the time and is made once."""
+    for plot in plots:
+        plot.figure.draw_without_rendering()
+        plot.figure.set_layout_engine("none")
     return plots
 
 
 def _colors(run: Run) -> dict[str, str]:
-    names = run.transports()
+    return palette(run.transports())
+
+
+def palette(names: Sequence[str]) -> dict[str, str]:
+    """A color for each."""
     return {name: _PALETTE[i % len(_PALETTE)] for i, name in enumerate(names)}
 
 
@@ -277,8 +285,8 @@ def _bars(run: Run, workload: str) -> Plot | None:
         return None
     known = plan.WORKLOADS[workload]
     rows = [[row for row in run.of(workload) if row.nbytes == n] for n in sizes]
-    figure, spots = _bar_figure(rows)
-    draw = _dots if known.lower_is_better else _beams
+    figure, spots = bar_figure(rows)
+    draw = dots if known.lower_is_better else _beams
     for nbytes, measured, axes in zip(sizes, rows, spots, strict=True):
         if nbytes:
             axes.set_title(size_text(nbytes), loc="left")
@@ -289,12 +297,11 @@ def _bars(run: Run, workload: str) -> Plot | None:
         what = "time" if known.unit == "ms" else known.unit
         axes.set_xlabel(f"{what}, {better} is better")
     caption = "Medians, best first; ours in colour, bare libraries and limits in grey."
-    if known.lower_is_better:
-        caption = f"{caption} Filled: p50, hollow: p99."
+    caption += " Filled: p50, hollow: p99." if known.lower_is_better else ""
     return Plot(workload, workload, caption, figure)
 
 
-def _bar_figure(rows: Sequence[Sequence[Row]]) -> tuple[Figure, list[Axes]]:
+def bar_figure(rows: Sequence[Sequence[Row]]) -> tuple[Figure, list[Axes]]:
     columns = len(rows)
     height = 1.1 + 0.21 * max(len(measured) for measured in rows)
     width = 8.0 if columns == 1 else 5.2 * columns
@@ -313,10 +320,10 @@ def _names(axes: Axes, rows: Sequence[Row], colors: dict[str, str]) -> None:
 def _beams(
     axes: Axes, rows: Sequence[Row], colors: dict[str, str], prefix: str
 ) -> None:
-    _horizontal(axes, rows, colors, prefix, lambda row: row.value or 0.0, number)
+    horizontal(axes, rows, colors, prefix, lambda row: row.value or 0.0, number)
 
 
-def _horizontal(
+def horizontal(
     axes: Axes,
     rows: Sequence[Row],
     colors: dict[str, str],
@@ -329,7 +336,7 @@ def _horizontal(
     for place, (row, value) in enumerate(zip(rows, lengths, strict=True)):
         color = colors.get(row.transport, "#c4c4c4")
         (bar,) = axes.barh(place, value, color=color, height=0.7)
-        bar.set_gid(f"{prefix}/{row.transport}")
+        bar.set_gid(_gid(prefix, row))
         axes.text(value + most * 0.01, place, text(value), va="center", fontsize=8)
     axes.set_xlim(0, most * 1.18)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
@@ -337,16 +344,20 @@ def _horizontal(
     _names(axes, rows, colors)
 
 
-def _dots(axes: Axes, rows: Sequence[Row], colors: dict[str, str], prefix: str) -> None:
+def _gid(prefix: str, row: Row) -> str:
+    return f"{prefix}/{row.transport}".replace(" ", "_")  # an id has no spaces
+
+
+def dots(axes: Axes, rows: Sequence[Row], colors: dict[str, str], prefix: str) -> None:
     axes.set_xscale("log")
     for place, row in enumerate(rows):
         color = colors.get(row.transport, "#999")
         value = row.value or 0.0
         high = row.metric("p99") or value
-        gid = f"{prefix}/{row.transport}"
-        axes.plot([value, high], [place, place], color=color, lw=1.5, gid=gid)
+        gid = _gid(prefix, row)
+        axes.plot([value, high], [place, place], color=color, lw=1.5)
         axes.plot([high], [place], "o", mfc="white", mec=color, ms=5)
-        axes.plot([value], [place], "o", color=color, ms=6)
+        axes.plot([value], [place], "o", color=color, ms=6, gid=gid)
         axes.annotate(
             _time_text(float(f"{value:.3g}")),
             (high, place),
@@ -366,11 +377,11 @@ def _losses(run: Run) -> Plot | None:
     rows = [[row for row in run.of("rate") if row.nbytes == n] for n in sizes]
     if not sizes:
         return None
-    figure, spots = _bar_figure(rows)
+    figure, spots = bar_figure(rows)
     for nbytes, measured, axes in zip(sizes, rows, spots, strict=True):
         axes.set_title(size_text(nbytes), loc="left")
         measured.sort(key=_lost_share)
-        _horizontal(
+        horizontal(
             axes,
             measured,
             _colors(run),

@@ -5,11 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench import advice, plan, tables
-from bench.rows import read
+from bench.apps.app import QUICK, name_of
+from bench.apps.report import METHOD as APPS_METHOD
+from bench.apps.report import Source, Taken, joined, texts
+from bench.apps.report import conditions as published_apps
+from bench.rows import Result, read
 from bench.summary import Run, gather, number, published
+
+DESCRIPTION = """\
+Write the report on a run again, or one report on several: any number of runs of
+`mq bench apps`, and beside them at most one of `mq bench`. What several runs of
+applications have measured counts as further rounds."""
 
 METHOD = (
     "Every cell runs in fresh processes on one machine. The transports of a round are "
@@ -26,60 +36,180 @@ METHOD = (
 )
 
 
-def load(path: Path) -> tuple[dict[str, str], Run]:
-    """The conditions and the rows of a file of JSON lines.
+@dataclass(frozen=True)
+class Found:
+    """What files of JSON lines hold.
+
+    Attributes:
+        names: Of the files, short and each another.
+        facts: The conditions of each file.
+        counts: Of each file, how many of the planned cells need no further word: those
+            of transports that were measured, and all rows of applications.
+        run: The cells of transports.
+        apps: What there is of applications, file by file.
+    """
+
+    names: list[str]
+    facts: list[dict[str, str]]
+    counts: list[int]
+    run: Run
+    apps: list[Taken]
+
+
+def load(paths: Sequence[Path]) -> Found:
+    """The conditions and the rows of files of JSON lines.
 
     Raises:
-        ValueError: A line is not one that `Writer` makes.
+        ValueError: A line is not one that `Writer` makes, a file is given twice, two
+            are of transports, whose ratios hold within one run only, or two have done
+            different things under one name.
     """
-    facts, results = read(path)
-    for result in results:
-        if result.workload not in plan.WORKLOADS:
-            raise ValueError(f"{path}: there is no workload {result.workload!r}")
-    return facts, Run(gather(results))
+    names = _short_names(paths)
+    facts, counts, sources = [], [], []
+    transports: list[Result] = []
+    for path in paths:
+        own, results = read(path)
+        facts.append(own)
+        of_apps = [row for row in results if name_of(row.workload)]
+        others = [row for row in results if not name_of(row.workload)]
+        counts.append(len(of_apps) + sum(row.status == "ok" for row in others))
+        sources.append(Source(path.parent, of_apps))
+        for result in others:
+            if result.workload not in plan.WORKLOADS:
+                raise ValueError(f"{path}: there is no workload {result.workload!r}")
+        if others and transports:
+            raise ValueError(
+                f"{path}: a second run of transports, whose ratios hold within one run "
+                "only: mq bench compare shows two side by side"
+            )
+        transports = transports or others
+    _check_tasks(names, facts, sources)
+    run = Run(gather(transports))
+    return Found(names, facts, counts, run, joined(sources))
 
 
-def write(path: Path, directory: Path) -> list[str]:
-    """Write every report that can be made of a file of JSON lines.
+def _check_tasks(
+    names: Sequence[str], facts: Sequence[dict[str, str]], sources: Sequence[Source]
+) -> None:
+    """That a workload was the same in all files.
+
+    Raises:
+        ValueError: It was not in two of them.
+    """
+    seen: dict[str, tuple[str, str]] = {}
+    for name, own, source in zip(names, facts, sources, strict=True):
+        for row in source.results:
+            task = own.get(name_of(row.workload) or "", "unknown")
+            other, first = seen.setdefault(row.workload, (name, task))
+            if first != task:
+                raise ValueError(
+                    f"{other} and {name} have not measured the same "
+                    f"{row.workload!r}: {first}; {task}: make a report of each"
+                )
+
+
+def _short_names(paths: Sequence[Path]) -> list[str]:
+    """Their own names, with as many folders as tell them apart.
+
+    Raises:
+        ValueError: Two are the same file.
+    """
+    parts = [path.resolve().parts for path in paths]
+    for path, one in zip(paths, parts, strict=True):
+        if parts.count(one) > 1:
+            raise ValueError(f"{path} is given twice")
+    names = [one[-1] for one in parts]
+    depth = 1
+    while len(set(names)) < len(names):
+        depth += 1
+        names = ["/".join(one[-depth:]) for one in parts]
+    return names
+
+
+def write(paths: Sequence[Path], directory: Path) -> list[str]:
+    """Write every report that can be made of files of JSON lines.
 
     Returns:
         What to tell, the last line being the best report's path.
     """
-    facts, run = load(path)
+    found = load(paths)
     text = directory / "report.md"
-    text.write_text(markdown(facts, run), encoding="utf-8")
+    text.write_text(markdown(found), encoding="utf-8")
     try:
         from bench import page, plots
+        from bench.apps import plots as apps_plots
     except ImportError as error:
         reason = f"without plots and HTML page: {error.name} is not installed: "
         return [f"{reason}pip install 'tensormq[bench]'", f"report: {text}"]
-    drawn = plots.draw(run)
+    drawn = [*plots.draw(found.run), *apps_plots.draw(found.apps)]
     for plot in drawn:
         plot.png(directory)
     whole = directory / "report.html"
-    shown = page.render(run, drawn, facts, METHOD, unfinished(facts, run))
+    about = page.About(
+        title(found), found.facts, conditions(found), method(found), remarks(found)
+    )
+    shown = page.render(found.run, applications(found), drawn, about)
     whole.write_text(shown, encoding="utf-8")
     return [f"report: {whole}"]
 
 
-def unfinished(facts: dict[str, str], run: Run) -> str:
-    """What of the plan is missing, in a sentence; empty if nothing is."""
-    planned = int(facts.get("planned cells", 0))
-    done = sum(len(row.values) for row in run.rows)
-    if done >= planned:
-        return ""
-    return (
-        f"{done} of {planned} planned cells were measured: the others were left out "
-        "for want of time, cannot run here, or failed. The figures below hold for "
-        "what was measured."
-    )
+def applications(found: Found) -> list[tables.Text]:
+    """The tables of the applications, that of all of them first; none without rows."""
+    return texts([one.result for one in found.apps])
 
 
-def terminal(path: Path) -> str:
-    """The tables of a file of JSON lines, aligned."""
-    _, run = load(path)
+def title(found: Found) -> str:
+    """What the report is called."""
+    if not found.apps:
+        return "Transports compared"
+    if found.run.rows:
+        return "Transports and applications compared"
+    return "Applications over every backend"
+
+
+def conditions(found: Found) -> tables.Text:
+    """Where and with what it was measured, one column per file."""
+    keys = dict.fromkeys(key for facts in found.facts for key in facts)
+    lines = [[key, *(facts.get(key, "-") for facts in found.facts)] for key in keys]
+    names = found.names if len(found.names) > 1 else [""]
+    return tables.Text("Conditions", "", ["", *names], lines, [])
+
+
+def method(found: Found) -> list[str]:
+    """How it was measured, in sentences."""
+    of_apps = list(APPS_METHOD) if found.apps else []
+    return [*METHOD, *of_apps] if found.run.rows or not found.apps else of_apps
+
+
+def remarks(found: Found) -> list[str]:
+    """What of the plans is missing, and what does not fit together, in sentences."""
+    said = []
+    for name, facts, count in zip(found.names, found.facts, found.counts, strict=True):
+        planned = int(facts.get("planned cells", 0))
+        where = f"{name}: " if len(found.names) > 1 else ""
+        if count < planned:
+            said.append(
+                f"{where}{count} of {planned} planned cells were measured: the others "
+                "were left out for want of time, cannot run here, or failed. The "
+                "figures below hold for what was measured."
+            )
+        if found.apps and QUICK in facts.get("command", "").split():
+            said.append(
+                f"{where}the tasks of {QUICK} are small: their figures do not compare "
+                "with the published ones."
+            )
+    for key in ("cpu", "cores", "torch", "commit"):
+        values = dict.fromkeys(facts[key] for facts in found.facts if key in facts)
+        if len(values) > 1:
+            said.append(f"Not all was measured alike: {key}: {'; '.join(values)}.")
+    return said
+
+
+def terminal(paths: Sequence[Path]) -> str:
+    """The tables of files of JSON lines, aligned."""
+    found = load(paths)
     parts = []
-    for table in tables.workloads(run):
+    for table in [*tables.workloads(found.run), *applications(found)]:
         parts.append(f"\n{table.title}  ({table.note})")
         if table.lines:
             parts += tables.aligned(table.head, table.lines)
@@ -87,26 +217,42 @@ def terminal(path: Path) -> str:
     return "\n".join(parts)
 
 
-def markdown(facts: dict[str, str], run: Run) -> str:
+def markdown(found: Found) -> str:
     """The report in Markdown."""
-    parts = ["# Transports compared", "", f"`{facts.get('command', 'mq bench')}`", ""]
-    if missing := unfinished(facts, run):
-        parts += [missing, ""]
-    parts += _short(run)
+    parts = [f"# {title(found)}", ""]
+    for facts in found.facts:
+        parts += [f"`{facts.get('command', 'mq bench')}`", ""]
+    for remark in remarks(found):
+        parts += [remark, ""]
+    apps = applications(found)
+    for table in apps[:1]:
+        parts += [*_markdown_section(table)[1:], ""]
+    parts += _short(found.run)
     parts += ["## Conditions", ""]
-    parts += tables.markdown(["", ""], [[key, text] for key, text in facts.items()])
-    parts += ["", *(f"- {sentence}" for sentence in METHOD)]
-    for table in tables.workloads(run):
+    about = conditions(found)
+    parts += tables.markdown(about.head, about.lines)
+    parts += ["", *(f"- {sentence}" for sentence in method(found))]
+    for table in tables.workloads(found.run):
         parts += _markdown_section(table)
         if table.title == "latency":
-            further = [tables.two_terms(run), tables.against_each(run)]
+            further = [tables.two_terms(found.run), tables.against_each(found.run)]
             for one in further:
                 parts += _markdown_section(one) if one else []
-    if shown := tables.measured_published(run):
-        _, conditions = published()
-        parts += ["", "## Published", "", *conditions, ""]
+    for table in apps[1:]:
+        parts += _markdown_section(table)
+    return "\n".join([*parts, *_published(found)]).rstrip() + "\n"
+
+
+def _published(found: Found) -> list[str]:
+    """Published figures, and what they hold for."""
+    parts = []
+    if shown := tables.measured_published(found.run):
+        parts += ["", "## Published", "", *published()[1], ""]
         parts += tables.markdown(shown.head, shown.lines)
-    return "\n".join(parts).rstrip() + "\n"
+    if found.apps:
+        parts += ["", "## Published figures of applications", ""]
+        parts += [f"- {line}" for line in published_apps()]
+    return parts
 
 
 def _short(run: Run) -> list[str]:
@@ -145,15 +291,15 @@ def _markdown_section(table: tables.Text) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `mq bench report`; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="mq bench report", description="Write the report on a run again."
-    )
-    parser.add_argument("results", type=Path, help="its file of JSON lines")
+    parser = argparse.ArgumentParser(prog="mq bench report", description=DESCRIPTION)
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="default: where the file is"
+        "results", type=Path, nargs="+", help="a run's file of JSON lines"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="default: where the first file is"
     )
     options = parser.parse_args(arguments)
-    output = options.output or options.results.parent
+    output = options.output or options.results[0].parent
     try:
         output.mkdir(parents=True, exist_ok=True)
         told = write(options.results, output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench import plan
@@ -76,3 +76,38 @@ def _others(transport: str, ms: float, number: int) -> list[Result]:
         flow = {} if known.lower_is_better else {"sent": 1000.0, "lost": 0.0}
         rows.append(row(transport, value, number, workload, known.sizes[0], **flow))
     return rows
+
+
+def app_row(
+    transport: str, workload: str, value: float, number: int = 0, **metrics: float
+) -> Result:
+    """A measured run of an application."""
+    cell = Cell(transport, workload, 0, number)
+    return Result.of(cell, "ok", metrics={"value": value, **metrics})
+
+
+def pipeline_rows(backends: Sequence[str]) -> list[Result]:
+    """One process and these backends, for splits 1, 2, 4 and 8."""
+    rows = []
+    for place, split in enumerate((1, 2, 4, 8)):
+        workload = f"pipeline num_split={split}"
+        rows.append(app_row("alone", workload, 20.0 + place, loss0=2.5))
+        shares = {"transport_share": 0.01, "waiting_share": 0.1, "loss0": 2.5}
+        shares["carried_bytes"] = 1e6
+        rows += [app_row(name, workload, 16.0 - place, **shares) for name in backends]
+    return rows
+
+
+def shards_rows(how: str, backends: Sequence[str], raw: str) -> list[Result]:
+    """These backends beside bare RPC."""
+    rows = [
+        app_row(name, f"shards {how}", 1.5, transport_share=0.1) for name in backends
+    ]
+    return [*rows, app_row(raw, f"shards {how}", 3.0)]
+
+
+def dqn_row(transport: str, game: str, seed: int, **metrics: float) -> Result:
+    """A training of a game."""
+    figures = {"steps_per_s": 2000.0, "idle_share": 0.25, "transport_share": 0.125}
+    figures |= {"weights_age_ms": 9.0, "weights_age_p99_ms": 30.0, "lost": 0.0}
+    return app_row(transport, f"dqn {game} seed={seed}", 0.5, **figures | metrics)

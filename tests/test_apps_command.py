@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 
 from bench import command as bench
 from bench.apps import command, report
-from bench.apps.app import AppCell
+from bench.apps.app import App, AppCell, load
 from bench.apps.dqn import cells as dqn
 from bench.apps.pipeline import cells as pipeline
 from bench.apps.pipeline.stages import Task
 from bench.rows import Result, read
+from bench.summary import gather
 
 
 def test_all_applications_are_reported_beside_the_published_times(
@@ -26,10 +28,11 @@ def test_all_applications_are_reported_beside_the_published_times(
     assert {row.workload.split()[0] for row in results} == {"pipeline", "shards"}
     assert all(row.status == "ok" for row in results)
     assert "apps" in facts["command"]
+    assert facts["pipeline"] == "image=128 batch=64 batches=3 --quick"
     text = (tmp_path / "report.md").read_text()
     for figure in ("## Pipeline", "## Two shards", "9.08", "2.31", "two GPUs"):
         assert figure in text
-    assert f"report: {tmp_path / 'report.md'}" in capsys.readouterr().out
+    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
 
 
 def test_the_published_times_are_the_reference() -> None:
@@ -59,10 +62,69 @@ def test_the_dqn_table_has_every_figure() -> None:
     game = "dqn CartPole-v1 seed=0"
     done = Result("shm", game, 0, 0, "ok", metrics=metrics)
     skipped = Result("torchrpc:cuda", game, 0, 0, "skipped", "no GPU")
-    (text,) = dqn.APP.tables([done, skipped])
-    assert text.lines[0][1:6] == ["shm", "0.500", "2,000", "25.0 %", "12.5 %"]
-    assert text.lines[0][6:] == ["9.00", "30.0", "0", "476", "100,000"]
+    (text,) = dqn.APP.tables(gather([done, skipped]))
+    assert text.lines[0][1:6] == ["shm", "100,000", "476", "0.500", "2,000"]
+    assert text.lines[0][6:] == ["12.5 %", "25.0 %", "9.00", "30.0", "0"]
     assert text.problems == [f"torchrpc:cuda {game}: skipped: no GPU"]
+
+
+def planned(name: str, *arguments: str) -> list[str]:
+    """The workloads of an application's full run over one backend, in order."""
+    app = load(name)
+    parser = argparse.ArgumentParser()
+    app.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    options.quick, options.rounds = False, 1
+    cells = app.cells(options, ["shm"])
+    return [cell.workload for cell in cells if cell.transport == "shm"]
+
+
+def test_a_full_run_has_all_splits_and_seeds() -> None:
+    """Micro-batches 1, 2, 4 and 8, three seeds; others where they are asked for."""
+    splits = [f"pipeline num_split={split}" for split in (1, 2, 4, 8)]
+    assert planned("pipeline") == splits
+    assert planned("pipeline", "--num-split", "2,4") == splits[1:3]
+    seeds = [f"dqn CartPole-v1 seed={seed}" for seed in (0, 1, 2)]
+    assert planned("dqn") == [*seeds, "dqn ALE/Pong-v5 seed=0"]
+    assert planned("dqn", "--game", "CartPole-v1", "--seeds", "2, 0") == [
+        *(seeds[2], seeds[0]),
+    ]
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_seed_that_reached_the_goal_ends_its_backend(
+    every: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The others go on; what was left out says why; the progress names every cell."""
+    reached = ("shm", "seed=0"), ("zmq", "seed=1")
+    run: list[tuple[str, str]] = []
+
+    def measured(app: App, cell: AppCell, output: Path) -> Result:
+        key = (cell.transport, cell.workload.split()[-1])
+        run.append(key)
+        metrics = {"value": 1.0} | ({"reached": 9.0} if key in reached else {})
+        return Result.of(cell, "ok", metrics=metrics)
+
+    monkeypatch.setattr(command, "measure", measured)
+    arguments = ["--game", "CartPole-v1", "--backend", "inproc,shm,zmq"]
+    arguments += ["--every-seed"] if every else []
+    assert command.main_of(dqn.APP, [*arguments, "--output", str(tmp_path)]) == 0
+    skipped = {("shm", "seed=1"), ("shm", "seed=2"), ("zmq", "seed=2")}
+    all_of_them = [
+        (name, f"seed={seed}")
+        for seed in (0, 1, 2)
+        for name in ("inproc", "shm", "zmq")
+    ]
+    assert run == [one for one in all_of_them if every or one not in skipped]
+    said = capsys.readouterr()
+    assert "[1/9] about" in said.err
+    assert "[9/9]" in said.err
+    text = (tmp_path / "report.md").read_text()
+    assert ("shm, zmq dqn CartPole-v1 seed=2: skipped" in text) is not every
+    assert "planned cells were measured" not in text
 
 
 def test_an_unusable_backend_is_a_row_with_its_reason(tmp_path: Path) -> None:
@@ -94,6 +156,10 @@ def test_a_failing_stage_fails_its_row_and_the_run(
         (["--backend", "zqm"], "zmq"),
         (["--backend", "zmq,,shm"], "names nothing"),
         (["--rounds", "0"], "no number from 1 on"),
+        (["--num-split", "0"], "no number from 1 on"),
+        (["--num-split", "1,1"], "no list of different numbers"),
+        (["--num-split", "3"], "a batch of 64 cannot be split into 3 equal parts"),
+        (["--seeds", "0,one"], "no list of different numbers"),
     ],
 )
 def test_bad_arguments_are_refused_in_words(

@@ -12,6 +12,7 @@ from bench.apps.pipeline.cells import APP
 from bench.apps.pipeline.resnet import Size, shards
 from bench.apps.pipeline.stages import Task
 from bench.rows import Result
+from bench.summary import gather
 
 SMALL = Size((1, 1, 1, 1), 8, 10)
 
@@ -71,7 +72,12 @@ def test_the_table_compares_with_one_process_and_the_published_times() -> None:
     alone = Result(ALONE, task, 0, 0, "ok", metrics={"value": 30.0, **loss})
     faster = Result(ALONE, "pipeline num_split=1", 0, 0, "ok", metrics={"value": 20.0})
     piped = Result("shm", task, 0, 0, "ok", metrics={"value": 10.0, **loss})
-    (text,) = APP.tables([alone, faster, piped])
+    by_split, text = APP.tables(gather([alone, faster, piped]))
+    lines = {line[0]: line[1:] for line in by_split.lines}
+    assert lines["shm"] == ["-", "10.0", "-", "2.00"]
+    assert lines["published: torchrpc, over num_split=1"] == [
+        *("16.5", "12.3", "1.00", "1.33"),
+    ]
     line = dict(zip(text.head, text.lines[-1], strict=True))
     assert (line["backend"], line["speed-up"], line["published s"]) == (
         "shm",
@@ -86,7 +92,7 @@ def test_it_runs_on_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     arguments = ["--backend", "inproc", "--quick", "--num-split", "2"]
     assert main_of(APP, [*arguments, "--output", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert str(tmp_path / "report.md") in said
+    assert f"report: {tmp_path / 'report.html'}" in said
     text = (tmp_path / "report.md").read_text()
     assert "`python -m bench.apps.pipeline --backend inproc" in text
     assert "| inproc |" in text

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import html.parser
-import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from bench_results import LOSSY, TRANSPORTS, row, whole_run, write
+from pages import Page, seen
 
 from bench import advice, plan, report, tables
 from bench.model import fit, models
@@ -20,8 +18,6 @@ from bench.summary import Run, gather, published
 
 pytest.importorskip("matplotlib", reason="the plots need matplotlib")
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser")
-BROWSERS += ("google-chrome", "google-chrome-stable")
 OURS = [name for name in TRANSPORTS if ":" not in name or name.startswith("zmq")]
 WITH_SIZES = {"rate": 64, "fanin": 20_000, "stream": 40_000_000}
 WITH_SIZES |= {"fanout": 10_000_000, "mixed": 640_000_000}
@@ -47,7 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report on everything."""
     found = tmp_path_factory.mktemp("report")
     facts = {"planned cells": "1000"}
-    told = report.write(write(found / "results.jsonl", whole_run(), facts), found)
+    told = report.write([write(found / "results.jsonl", whole_run(), facts)], found)
     assert told == [f"report: {found / 'report.html'}"]
     return found
 
@@ -93,7 +89,7 @@ def test_ratios_are_medians_over_rounds(results: Path) -> None:
 
 def test_the_report_compares_and_names_what_is_missing(results: Path) -> None:
     """Ours, ratios, costs, the published figure with its conditions, every reason."""
-    text = report.markdown(*report.load(results))
+    text = report.markdown(report.load([results]))
     found = [li for li in text.splitlines() if li.startswith("| 40 MB | zmq:tcp")]
     cells = [cell.strip() for cell in found[0].strip("|").split("|")]
     assert cells[2:4] == ["10.0", "20.0"]  # p50, p99
@@ -104,7 +100,7 @@ def test_the_report_compares_and_names_what_is_missing(results: Path) -> None:
     assert "200 Gbit/s InfiniBand" in text
     assert "nng:tcp 40 MB: skipped: pynng is not installed" in text
     assert "mq bench --quick" in text
-    assert "skipped: pynng is not installed" in report.terminal(results)
+    assert "skipped: pynng is not installed" in report.terminal([results])
 
 
 def test_published_figures_are_of_the_sizes_measured() -> None:
@@ -175,27 +171,6 @@ def test_the_short_answer_names_the_fastest_for_each_purpose_and_reach() -> None
     assert advice.losses(run()) == [(LOSSY, 500, 2000)]
 
 
-class Page(html.parser.HTMLParser):
-    """The ids, links and words of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.ids: list[str] = []
-        self.outside: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for key, value in attrs:
-            if key == "id":
-                self.ids.append(value or "")
-            elif key in ("src", "href", "xlink:href") and value:
-                self.outside += [] if value.startswith(("#", "data:")) else [value]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def expected_series() -> set[str]:
     found = {f"latency/{name}" for name in TRANSPORTS if not name.startswith("raw:")}
     for name in OURS:
@@ -256,47 +231,11 @@ def test_a_picture_of_every_plot_lies_beside_the_page(directory: Path) -> None:
         assert len(data) > 5000
 
 
-PROBE = """<script>
-const found = {errors: window.seen, series: {}};
-for (const one of document.querySelectorAll("[id*='/']")) {
-  const box = one.getBBox();
-  found.series[one.id] = Math.max(box.width, box.height);
-}
-document.body.innerHTML = "";
-document.body.dataset.found = JSON.stringify(found);
-</script></body>"""
-LISTEN = """<head><script>
-window.seen = [];
-console.error = (...words) => window.seen.push(words.join(" "));
-window.addEventListener("error", event => window.seen.push(event.message), true);
-</script>"""
-
-
 def test_a_browser_shows_every_series_and_complains_of_nothing(
     directory: Path, tmp_path: Path
 ) -> None:
     """The page is laid out, each series has a size on it, and the console is empty."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"there is no browser: {', '.join(BROWSERS)}")
-    text = (directory / "report.html").read_text()
-    probed = tmp_path / "probed.html"
-    text = text.replace("<head>", LISTEN, 1).replace("</body>", PROBE, 1)
-    probed.write_text(text)
-    shown = subprocess.run(
-        [
-            *(browser, "--headless", "--no-sandbox", "--disable-gpu"),
-            *("--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}"),
-            *("--enable-logging=stderr", "--dump-dom", probed.as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "CONSOLE" not in shown.stderr
-    data = re.search(r'data-found="([^"]*)"', shown.stdout)
-    assert data is not None, f"{shown.stdout[-500:]}\n{shown.stderr[-2000:]}"
-    found = json.loads(html.unescape(data[1]))
+    found = seen(directory / "report.html", tmp_path)
     assert found["errors"] == []
     flat = {name for name, size in found["series"].items() if not size > 0}
     assert expected_series() - set(found["series"]) == set()
@@ -334,11 +273,11 @@ def test_a_report_on_one_cell_is_a_report(
     """Whatever little was measured before an interrupt is shown."""
     only = row("mq" if workload == "import" else "zmq:ipc", 2.0, 0, workload, nbytes)
     path = write(tmp_path / "results.jsonl", [only])
-    report.write(path, tmp_path)
+    report.write([path], tmp_path)
     assert workload in Page((tmp_path / "report.html").read_text()).text
 
 
 def test_a_report_on_nothing_is_a_report(tmp_path: Path) -> None:
     """So is one on no cell at all."""
-    report.write(write(tmp_path / "results.jsonl", []), tmp_path)
+    report.write([write(tmp_path / "results.jsonl", [])], tmp_path)
     assert "Conditions" in (tmp_path / "report.html").read_text()

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from bench.rows import Cell, Result
+from bench.summary import Row
 from bench.tables import Text
+
+_WORKLOADS = {
+    "pipeline": r"pipeline num_split=\d+",
+    "shards": r"shards (cpu|staged|direct)",
+    "dqn": r"dqn \S+ seed=\d+",
+}
+NAMES = tuple(_WORKLOADS)
+QUICK = "--quick"
+"""The option for small tasks."""
 
 ALONE = "alone"
 """In place of a backend: the same work in one process."""
@@ -26,6 +38,22 @@ class AppCell(Cell):
     task: Any = None
 
 
+class Column(NamedTuple):
+    """A figure of an application, in the table of all of them.
+
+    Attributes:
+        ours: By backend.
+        published: By system.
+    """
+
+    head: str
+    ours: Mapping[str, str]
+    published: Mapping[str, str] = {}
+
+
+Arguments: TypeAlias = argparse.ArgumentParser | argparse._ArgumentGroup
+"""What options are added to."""
+
 Cells: TypeAlias = Callable[[argparse.Namespace, Sequence[str]], list[AppCell]]
 
 
@@ -37,22 +65,41 @@ class App:
         summary: One line for `--help`.
         body: What each process does, as ``module:function`` of a `Peer`.
         size: How many processes a cell has.
-        add_arguments: Adds the application's own options to a parser.
+        add_arguments: Adds the application's own options.
         cells: What is run for these options and backends, in order.
-        tables: The results as text, the published figures beside them.
-        finish: Called with the output's folder and the results; the pictures written.
+        tables: The rows as text, the published figures beside them.
+        columns: What of them is shown beside other applications.
         placed: A cell that leaves its files in a folder.
+        needless: Why a cell need not be run after these results; empty if it must.
+        choices: Of its own options those that choose among cells; the others change
+            what a cell does.
     """
 
     name: str
     summary: str
     body: str
     size: Callable[[AppCell], int]
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: Callable[[Arguments], None]
     cells: Cells
-    tables: Callable[[Sequence[Result]], list[Text]]
-    finish: Callable[[Path, Sequence[Result]], list[Path]] = lambda *_: []
+    tables: Callable[[Sequence[Row]], list[Text]]
+    columns: Callable[[Sequence[Row]], list[Column]]
     placed: Callable[[AppCell, Path], AppCell] = lambda cell, _: cell
+    needless: Callable[[AppCell, Sequence[Result]], str] = lambda *_: ""
+    choices: tuple[str, ...] = ()
+
+
+def load(name: str) -> App:
+    """An application of `NAMES`; imports torch."""
+    app: App = importlib.import_module(f"bench.apps.{name}.cells").APP
+    return app
+
+
+def name_of(workload: str) -> str | None:
+    """The application that a row's workload is of, or None."""
+    for name, pattern in _WORKLOADS.items():
+        if re.fullmatch(pattern, workload):
+            return name
+    return None
 
 
 def count(text: str) -> int:
@@ -62,6 +109,14 @@ def count(text: str) -> int:
     return int(text)
 
 
+def numbers(text: str) -> list[int]:
+    """Different numbers such as 0,1,2, for argparse."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() for word in words) or len({*words}) < len(words):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of different numbers")
+    return [int(word) for word in words]
+
+
 def counts(text: str) -> list[int]:
-    """Numbers such as 1,2,4, for argparse."""
-    return [count(one.strip()) for one in text.split(",")]
+    """Different numbers from 1 on such as 1,2,4, for argparse."""
+    return [count(str(number)) for number in numbers(text)]

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.apps import report
-from bench.apps.app import ALONE, App, AppCell, count
+from bench import report
+from bench.apps.app import ALONE, NAMES, QUICK, App, AppCell, count, load
 from bench.progress import Progress, title
 from bench.rows import Result, Writer, environment
 from bench.runner import run_cell
 
-NAMES = ("pipeline", "shards", "dqn")
 BACKENDS = ("inproc", "shm", "zmq", "nng", "tcp", "torchrpc:cpu", "auto")
+"""Those that need no GPU."""
+
+DEFAULT = (*BACKENDS, "torchrpc:cuda")
 
 DESCRIPTION = """\
 Run the applications under bench/apps over every backend, each in fresh processes, and
-write results.jsonl and report.md with the published figures beside ours."""
+write results.jsonl and a report (report.html with its plots, and report.md) with the
+published figures beside ours. `mq bench report A.jsonl B.jsonl --output DIR` joins
+several runs, as one of each application, in one report."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,18 +35,14 @@ def main(arguments: Sequence[str]) -> int:
         type=_names,
         default=list(NAMES),
         metavar="A,B",
-        help=f"of {', '.join(NAMES)} (default: all); each has more options on its own: "
-        "python -m bench.apps.NAME --help",
+        help=f"of {', '.join(NAMES)} (default: all)",
     )
+    apps = {name: load(name) for name in NAMES}
+    for name, app in apps.items():
+        app.add_arguments(parser.add_argument_group(name, app.summary))
     options = parser.parse_args(arguments)
-    planned = []
-    for name in options.apps:
-        app: App = importlib.import_module(f"bench.apps.{name}.cells").APP
-        own = argparse.ArgumentParser()
-        app.add_arguments(own)
-        merged = argparse.Namespace(**vars(options), **vars(own.parse_args([])))
-        planned.append((app, app.cells(merged, _usable(parser, options.backend))))
-    return _run(shlex.join(["mq", "bench", "apps", *arguments]), planned, options)
+    command = shlex.join(["mq", "bench", "apps", *arguments])
+    return _run(command, parser, [apps[name] for name in options.apps], options)
 
 
 def main_of(app: App, arguments: Sequence[str]) -> int:
@@ -51,12 +50,17 @@ def main_of(app: App, arguments: Sequence[str]) -> int:
     parser = _parser(f"python -m bench.apps.{app.name}", app.summary)
     app.add_arguments(parser)
     options = parser.parse_args(arguments)
-    try:
-        cells = app.cells(options, _usable(parser, options.backend))
-    except ValueError as error:
-        parser.error(str(error))
     command = ["python", "-m", f"bench.apps.{app.name}", *arguments]
-    return _run(shlex.join(command), [(app, cells)], options)
+    return _run(shlex.join(command), parser, [app], options)
+
+
+def _task(app: App, options: argparse.Namespace) -> str:
+    """What each cell does, in words: runs that differ in it cannot be joined."""
+    own = argparse.ArgumentParser()
+    app.add_arguments(own)
+    names = [name for name in vars(own.parse_args([])) if name not in app.choices]
+    words = [f"{name}={getattr(options, name)}" for name in names]
+    return " ".join([*words, *([QUICK] if options.quick else [])])
 
 
 def _parser(program: str, description: str) -> argparse.ArgumentParser:
@@ -68,9 +72,9 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--backend",
         type=_words,
-        default=list(BACKENDS),
+        default=list(DEFAULT),
         metavar="A,B",
-        help=f"backend strings (default: {','.join(BACKENDS)})",
+        help=f"backend strings (default: {','.join(DEFAULT)})",
     )
     parser.add_argument(
         "--rounds",
@@ -80,7 +84,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
         help="repetitions; figures are medians (default: %(default)s)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="small tasks: a minute or two in all"
+        QUICK, action="store_true", help="small tasks: a minute or two in all"
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="default: bench/out/apps-DATE-TIME"
@@ -116,27 +120,34 @@ def _usable(parser: argparse.ArgumentParser, backends: Sequence[str]) -> list[st
 
 def _run(
     command: str,
-    planned: Sequence[tuple[App, list[AppCell]]],
+    parser: argparse.ArgumentParser,
+    apps: Sequence[App],
     options: argparse.Namespace,
 ) -> int:
     """Run all cells, report; 1 if one failed, 130 if interrupted."""
+    backends = _usable(parser, options.backend)
+    try:
+        planned = [(app, app.cells(options, backends)) for app in apps]
+    except ValueError as error:
+        parser.error(str(error))
     output: Path = options.output or Path(
         "bench", "out", time.strftime("apps-%Y%m%d-%H%M%S")
     )
     output.mkdir(parents=True, exist_ok=True)
-    facts = environment([]) | {"command": command}
-    writer = Writer(output / "results.jsonl", facts)
-    status = 0
     every = [cell for _, cells in planned for cell in cells]
+    facts = environment([]) | {"command": command, "planned cells": str(len(every))}
+    facts |= {app.name: _task(app, options) for app in apps}
+    path = output / "results.jsonl"
+    writer = Writer(path, facts)
+    status = 0
     progress = Progress(every)
-    found: list[tuple[App, list[Result]]] = []
+    found: list[Result] = []
     try:
         with progress.shown():
             for app, cells in planned:
-                found.append((app, []))
                 for cell in cells:
-                    result = _measure(app, cell, output, progress)
-                    found[-1][1].append(result)
+                    result = _measure(app, cell, found, output, progress)
+                    found.append(result)
                     writer.add(result)
                     status |= result.status == "failed"
     except KeyboardInterrupt:
@@ -144,16 +155,25 @@ def _run(
         status = 130
     finally:
         writer.close()
-    print(report.terminal(found))
-    for path in report.write(found, facts, output):
-        print(f"report: {path}")
+    print(report.terminal([path]))
+    for line in report.write([path], output):
+        print(line)
     return int(status)
 
 
-def _measure(app: App, cell: AppCell, output: Path, progress: Progress) -> Result:
+def _measure(
+    app: App,
+    cell: AppCell,
+    before: Sequence[Result],
+    output: Path,
+    progress: Progress,
+) -> Result:
     start = time.monotonic()
     progress.begin(cell)
-    result = measure(app, cell, output)
+    if reason := app.needless(cell, before):
+        result = Result.of(cell, "skipped", reason)
+    else:
+        result = measure(app, cell, output)
     progress.end(cell, time.monotonic() - start)
     if result.status == "failed":
         print(f"{title(cell)}: {result.reason}", file=sys.stderr)

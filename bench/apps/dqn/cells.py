@@ -10,31 +10,35 @@ from pathlib import Path
 from typing import Any
 
 import mq
-from bench.apps import report
-from bench.apps.app import App, AppCell, count
+from bench.apps.app import App, AppCell, Arguments, count, numbers
 from bench.apps.dqn.collector import collect
 from bench.apps.dqn.crew import collector_name
 from bench.apps.dqn.learner import Learner
+from bench.apps.dqn.tables import columns, game_of, tables
 from bench.apps.dqn.task import CARTPOLE, PONG, Task, preset
 from bench.apps.dqn.training import Summary, Training
 from bench.peer import Metrics, Peer, Unusable
 from bench.rows import Result, percentiles
-from bench.summary import gather, number
-from bench.tables import Text
 
 SEEDS = [0, 1, 2]
 GOAL = 475.0
 _ITERATIONS = 500
 _LIMIT = 1200.0  # seconds
-_EPISODES = 100
+_EXPECTED = {CARTPOLE: 40.0, PONG: 10.0}  # seconds timed, for the progress shown
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A task, and the file that its returns are written to, or None."""
+    """A task in the bench.
+
+    Attributes:
+        returns: The file that returns are written to, or None.
+        every_seed: Whether it is run though another seed has reached the goal.
+    """
 
     task: Task
     returns: Path | None = None
+    every_seed: bool = False
 
 
 def run(peer: Peer) -> Metrics | None:
@@ -83,7 +87,7 @@ def _write(path: Path, returns: Iterable[tuple[int, float]]) -> None:
         writer.writerows(returns)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The task's own options."""
     parser.add_argument(
         "--game",
@@ -94,11 +98,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seeds",
-        type=lambda text: [int(one) for one in text.split(",")],
+        type=numbers,
         default=SEEDS,
         metavar="A,B",
-        help=f"of {CARTPOLE} (default: {','.join(map(str, SEEDS))}); others take the "
-        "first only",
+        help=f"of {CARTPOLE} (default: {','.join(map(str, SEEDS))}), each until a mean "
+        f"return of {GOAL:g}; other games take the first only",
+    )
+    parser.add_argument(
+        "--every-seed",
+        action="store_true",
+        help="run every seed over every backend; else one that reached the goal is "
+        "enough for a backend",
     )
     parser.add_argument(
         "--steps", type=count, default=Task.steps, help=f"of {CARTPOLE} at most"
@@ -137,8 +147,9 @@ def cells(options: argparse.Namespace, backends: Sequence[str]) -> list[AppCell]
                 f"dqn {game} seed={task.seed}",
                 0,
                 number_,
+                budget=1.0 if options.quick else _EXPECTED.get(game, 10.0),
                 limit=_LIMIT,
-                task=Placed(task),
+                task=Placed(task, every_seed=options.every_seed),
             )
             for task in tasks
             for transport in backends
@@ -152,86 +163,26 @@ def _rounds(options: argparse.Namespace) -> Iterable[tuple[int, str]]:
 
 def placed(cell: AppCell, output: Path) -> AppCell:
     """The cell, writing its returns below `output`."""
-    name = f"returns {cell.workload} {cell.transport} {cell.round}.csv"
-    path = output / name.replace("/", "-").replace(":", "-").replace(" ", "_")
+    path = output / returns_name(cell.workload, cell.transport, cell.round)
     return replace(cell, task=replace(cell.task, returns=path))
 
 
-def tables(results: Sequence[Result]) -> list[Text]:
-    """One line per game, seed and backend, the published ones below."""
-    rows = [row for row in gather(results) if row.workload.startswith("dqn")]
-    head = ["game", "backend", "s/100 iterations", "steps/s", "learner idle"]
-    head += ["transport", "weights' age ms", "age p99 ms", "lost", "best mean return"]
-    head += ["475 after steps"]
-    names = ("weights_age_ms", "weights_age_p99_ms", "lost", "best", "reached")
-    lines = [
-        [
-            row.workload.partition(" ")[2],
-            row.transport,
-            number(row.value),
-            number(row.metric("steps_per_s")),
-            report.percent(row.metric("idle_share")),
-            report.percent(row.metric("transport_share")),
-            *(number(row.metric(name)) for name in names),
-        ]
-        for row in rows
-        if row.values
-    ]
-    lines += [
-        ["Pong, published", one.system, number(one.seconds), *["-"] * 8]
-        for one in report.published("atari-dqn")
-    ]
-    note = (
-        "Seconds of the learner per 100 iterations; learner idle: the share in which "
-        "it waited for transitions; transport: the share in which it published "
-        "weights or took messages; lost: messages of collectors that did not arrive. "
-        "Returns are means over 100 episodes. Published: DI-engine's DQN on an A100, "
-        "seconds per 100 of its epochs, whose batches and networks are others."
-    )
-    return [Text("Distributed DQN", note, head, lines, report.problems(rows))]
+def returns_name(workload: str, transport: str, round_: int) -> str:
+    """The file that a cell's returns are written to."""
+    name = f"returns {workload} {transport} {round_}.csv"
+    return name.replace("/", "-").replace(":", "-").replace(" ", "_")
 
 
-def finish(output: Path, _: Sequence[Result]) -> list[Path]:
-    """Plot the returns, where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return []
-    written = []
-    for game in (CARTPOLE, PONG):
-        stem = f"returns_dqn_{game}".replace("/", "-")
-        curves = {
-            path.stem.removeprefix(stem)[1:]: _means(path)
-            for path in sorted(output.glob(f"{stem}_*.csv"))
-        }
-        curves = {name: means for name, means in curves.items() if means}
-        if not curves:
-            continue
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.add_subplot(
-            xlabel="steps of all collectors",
-            ylabel="mean return of 100 episodes",
-            title=game,
-        )
-        for name, means in curves.items():
-            axes.plot(*zip(*means, strict=True), label=name.replace("_", " "))
-        axes.legend(fontsize="small")
-        written.append(output / f"{stem}.png")
-        figure.savefig(written[-1], dpi=120)
-    return written
-
-
-def _means(path: Path) -> list[tuple[int, float]]:
-    """The mean of the last episodes, up to 100, by steps."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [
-            (int(row["steps"]), float(row["return"])) for row in csv.DictReader(file)
-        ]
-    found = []
-    for place, (steps, _) in enumerate(rows, 1):
-        last = rows[max(0, place - _EPISODES) : place]
-        found.append((steps, sum(one for _, one in last) / len(last)))
-    return found
+def needless(cell: AppCell, results: Sequence[Result]) -> str:
+    """Another seed need not be tried over a backend where one has reached the goal."""
+    placed: Placed = cell.task
+    if placed.task.goal is None or placed.every_seed:
+        return ""
+    for row in results:
+        same = (row.transport, row.round) == (cell.transport, cell.round)
+        if same and "reached" in row.metrics and game_of(row.workload) == CARTPOLE:
+            return "another seed reached the goal; --every-seed runs this one, too"
+    return ""
 
 
 APP = App(
@@ -242,6 +193,8 @@ APP = App(
     add_arguments,
     cells,
     tables,
-    finish,
+    columns,
     placed,
+    needless,
+    ("game", "seeds", "every_seed"),
 )

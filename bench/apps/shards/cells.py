@@ -11,13 +11,12 @@ import torch
 
 import mq
 from bench.apps import report
-from bench.apps.app import App, AppCell, count
+from bench.apps.app import App, AppCell, Arguments, Column, count
 from bench.apps.shards import rpc
 from bench.apps.shards.model import Passed, Task, far, near
 from bench.apps.timing import Timed
 from bench.peer import Metrics, Peer
-from bench.rows import Result
-from bench.summary import gather, number
+from bench.summary import Row, number
 from bench.tables import Text
 
 RAW, RAW_CUDA = "raw:torchrpc", "raw:torchrpc:cuda"
@@ -32,7 +31,8 @@ def run(peer: Peer) -> Metrics | None:
         with rpc.member(task, peer.rank, peer.directory, peer.remaining()):
             return _metrics(rpc.near(task)) if peer.rank == 0 else None
     name, body = (("near", near), ("far", far))[peer.rank]
-    options = _device_map(task, peer) if peer.cell.transport == CUDA else {}
+    mapped = peer.cell.transport == CUDA and task.device == "cuda"
+    options = _device_map(task, peer) if mapped else {}
     with mq.connect(
         peer.cell.transport, group=peer.group, name=name, **options
     ) as queue:
@@ -56,7 +56,7 @@ def _metrics(passed: Passed) -> Metrics:
     return {"value": passed.seconds, "gradient": float(passed.gradient.abs().sum())}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The task's own options."""
     parser.add_argument(
         "--device",
@@ -97,32 +97,47 @@ def _how(task: Task) -> str:
     return "direct" if task.direct else "staged"
 
 
-def tables(results: Sequence[Result]) -> list[Text]:
+def how_of(row: Row) -> str:
+    """Where its tensors were: "cpu", "staged" or "direct"."""
+    return row.workload.partition(" ")[2]
+
+
+def raw_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The same on bare RPC; None where it was not measured, or is the row itself."""
+    for one in rows:
+        bare = one.transport.startswith("raw:") and one.values
+        if bare and one.workload == row.workload:
+            return None if one is row else one
+    return None
+
+
+HOW = {"cpu": "staged", "cuda": "direct"}
+"""What the published rows are called here."""
+
+
+def tables(rows: Sequence[Row]) -> list[Text]:
     """One line per backend, the published two below."""
-    rows = [row for row in gather(results) if row.workload.startswith("shards")]
-    raw = next((row for row in rows if row.transport == RAW and row.values), None)
-    head = ["tensors", "backend", "s", "/raw:torchrpc", "transport"]
+    head = ["tensors", "backend", "s", "/bare RPC", "transport share"]
     lines = [
         [
-            row.workload.partition(" ")[2],
+            how_of(row),
             row.transport,
             number(row.value),
-            number(None if row is raw else row.ratio(raw)),
+            number(row.ratio(raw_of(row, rows))),
             report.percent(row.metric("transport_share")),
         ]
         for row in rows
         if row.values
     ]
-    how = {"cpu": "staged", "cuda": "direct"}
     lines += [
-        [how[one.system], "published, bare RPC", number(one.seconds), "-", "-"]
+        [HOW[one.system], "published: bare RPC", number(one.seconds), "-", "-"]
         for one in report.published("cuda-rpc")
     ]
     note = (
-        "Seconds for all forward and backward passes. /raw:torchrpc: ours by the same "
-        "on bare torch RPC with distributed autograd. "
+        "Seconds for all forward and backward passes. /bare RPC: by the same on "
+        "bare torch RPC with distributed autograd. "
     )
-    if rows and all(row.workload.endswith("cpu") for row in rows):
+    if all(how_of(row) == "cpu" for row in rows):
         note += (
             "There is no GPU here, so nothing is staged and nothing goes from device "
             "to device: this compares mq's backends with bare RPC between the host "
@@ -134,6 +149,25 @@ def tables(results: Sequence[Result]) -> list[Text]:
     return [Text("Two shards", note, head, lines, report.problems(rows))]
 
 
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """Seconds, and by bare RPC, for each place that tensors were in."""
+    found = []
+    for how in dict.fromkeys(how_of(row) for row in rows if row.values):
+        own = [row for row in rows if row.values and how_of(row) == how]
+        figures = {
+            f"bare RPC, {HOW[one.system]}": number(one.seconds)
+            for one in report.published("cuda-rpc")
+            if how in ("cpu", HOW[one.system])
+        }
+        times = {row.transport: number(row.value) for row in own}
+        ratios = {row.transport: number(row.ratio(raw_of(row, rows))) for row in own}
+        found += [
+            Column(f"shards, {how}: s", times, figures),
+            Column("/bare RPC", ratios),
+        ]
+    return found
+
+
 APP = App(
     "shards",
     "Two linear shards in two processes, forward and backward.",
@@ -142,4 +176,6 @@ APP = App(
     add_arguments,
     cells,
     tables,
+    columns,
+    choices=("device",),
 )
