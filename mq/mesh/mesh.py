@@ -83,6 +83,7 @@ class Mesh:
         self._next_tick = self._last_poll = clock()
         self.forgotten: list[Greeting] = []
         self._polling = False
+        self._had_its_fill = False
         self._unfinished = False
         self.wake: Callable[[], None] = lambda: None
         self.watch_added: Callable[[int], None] = lambda fd: None
@@ -110,14 +111,15 @@ class Mesh:
                 left to the next call, which `next_deadline` then asks for at once.
         """
         self._polling = True
-        self.reader.until_message = until_message
         for fd in ready:
             session = self._watches.get(fd)
             if session is not None:
                 self._check_process(session)
-        subscriber = self.subscriber
+        subscriber, reader = self.subscriber, self.reader
+        reader.until_message = until_message
+        reader.had_its_fill = False
         for _ in range(ROUNDS_PER_POLL):
-            self.reader.stopped_early = False
+            reader.stopped_early = False
             for link in self.links:
                 for event in link.poll():
                     self._handle(event)
@@ -133,13 +135,13 @@ class Mesh:
             elif self.greetings.dials:
                 self.greetings.attempt_due(now)
             self._last_poll = now
-            self._unfinished = self.pump(now, flush) or self.reader.stopped_early
+            self._unfinished = self.pump(now, flush) or reader.stopped_early
             if subscriber.copies:
                 subscriber.copies.go_on()
                 self.changed += 1
                 self._unfinished = True
                 break  # there may be something to take now
-            if not self._unfinished:
+            if not self._unfinished or reader.had_its_fill or self._had_its_fill:
                 break
         self._polling = False
 
@@ -150,7 +152,7 @@ class Mesh:
             now: The time by the mesh's clock.
             flush: As for `poll`.
         """
-        sent = False
+        sent = self._had_its_fill = False
         if self.subscriber.returns.queue:
             self.subscriber.give_back()
         for session in self.sessions.values():
@@ -161,6 +163,7 @@ class Mesh:
                 or session.sent < len(session.frames)
             ):
                 sent |= session.pump(now, flush)
+                self._had_its_fill |= session.had_its_fill
         return sent
 
     def next_deadline(self) -> float:

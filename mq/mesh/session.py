@@ -32,6 +32,8 @@ ANSWER_FRAMES: Final = 64
 ANSWER_SECONDS: Final = 0.001
 """Seconds after which RECEIVED, or a batch that waits for more, is sent."""
 CHUNKS_PER_ANSWER: Final = 4
+BYTES_PER_TURN: Final = 4 << 20
+"""Sent, or read, on one connection before other threads may have the mesh."""
 
 
 class Fate(NamedTuple):
@@ -54,7 +56,9 @@ class Session:
         last_heard: When something of the peer arrived last, by the mesh's clock.
         received: Number of the last frame received in order.
         answer_at: When RECEIVED is due, or None.
-        batch_at: When a batch that waits for more messages is due, or None.
+        batch_at: When a batch that waits for more messages is due, or what is left of a
+            turn that was too long; or None.
+        had_its_fill: Whether the last turn ended because of `BYTES_PER_TURN`.
         introduced: Whether the peer has told all its subscriptions.
         partial: The chunk whose body is arriving: head, flags, frame number, view.
         peer_waits: Whether the peer's `publish` has waited for us for long.
@@ -102,6 +106,7 @@ class Session:
         self.batches_unanswered = 0
         self.answer_at: float | None = None
         self.batch_at: float | None = None
+        self.had_its_fill = False
         self.malformed_at = (-1, 0)
         self.peer_waits = False
         self.fate: Fate | None = None
@@ -239,9 +244,11 @@ class Session:
         until it is full or `batch_at`; `flush` sends it now.
         """
         conn = self.conn
+        self.had_its_fill = False
         if conn is None or self.blocked:
             return False
         before = self.stats.sent_frames
+        enough = self.stats.sent_bytes + BYTES_PER_TURN
         frames = self.frames
         while True:
             if self.sent == len(frames):
@@ -254,6 +261,10 @@ class Session:
                 self.blocked = True
                 return self.stats.sent_frames != before
             self.sent += 1
+            if self.stats.sent_bytes >= enough:
+                self.had_its_fill = True
+                self.batch_at = now
+                return True
         if self.answer_at is not None and (flush or now >= self.answer_at):
             self.answer(now)
         return self.stats.sent_frames != before
