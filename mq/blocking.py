@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from mq.buffers import Pool
     from mq.codec import Codec
     from mq.join import Joined
-    from mq.mesh.incoming import Entry, Run, Subscription
+    from mq.mesh.incoming import Entry, Run
+    from mq.mesh.subscription import Subscription
 
 _new_message = tuple.__new__
 
