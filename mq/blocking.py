@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from mq import exits, settings, stats
+from mq import settings
 from mq.errors import (
     Closed,
     FlushTimeout,
-    MembersTimeout,
     MessagesLost,
     RecvTimeout,
     SubscribeTimeout,
     UntrustedPayload,
 )
 from mq.errors import CodecError as _CodecError
-from mq.members import Member
-from mq.mesh import wire
+from mq.membership import Membership
 from mq.message import CLEAR, KEEP_ALL, History, Message, check_topic
-from mq.transport import Capabilities
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from mq.buffers import Pool
     from mq.codec import Codec
     from mq.join import Joined
-    from mq.mesh.incoming import Entry, Run, Subscription
-
-logger = logging.getLogger(__name__)
+    from mq.mesh.incoming import Entry, Run
+    from mq.mesh.subscription import Subscription
 
 _new_message = tuple.__new__
 
@@ -40,7 +32,7 @@ DEFAULT_DEPTH = 1000
 DEFAULT_WINDOW_BYTES = 256 << 20
 
 
-class BlockingQueue:
+class BlockingQueue(Membership):
     """The calls of `mq.MQ` but for its asyncio twins."""
 
     def __init__(
@@ -48,15 +40,7 @@ class BlockingQueue:
     ) -> None:
         from mq import borrowing  # it loads NumPy, which `import mq` does not
 
-        self.name = resolved.name
-        self.backend = resolved.backend
-        self.capabilities: Capabilities = joined.link.capabilities
-        self._settings = resolved
-        self._joined = joined
-        self._driver = joined.driver
-        self._mesh = joined.driver.mesh
-        self._codec = codec
-        self._pool = pool
+        super().__init__(resolved, joined, codec, pool)
         self._topics: set[str] = set()
         self._publish = self._driver.publish
         self._pop = self._driver.pop
@@ -66,13 +50,7 @@ class BlockingQueue:
         self._encode_plain = codec.encode_plain
         self._decode = codec.decode
         self._settle = borrowing.settle
-        self._close_lock = threading.Lock()
-        self._closed = False
         self._mesh.subscriber.inbox.prepare = self._prepare
-        exits.register(self)
-
-    def __repr__(self) -> str:
-        return f"<MQ {self.backend} {self.name!r} in group {self._settings.group!r}>"
 
     # -- publishing ----------
 
@@ -358,165 +336,3 @@ class BlockingQueue:
             except Closed:
                 return
             yield message
-
-    # -- members ----------
-
-    def members(self) -> list[Member]:
-        """Who is in the group, this member included, by name."""
-        self._driver.check()
-        with self._driver.lock:
-            peers = [s.peer for s in self._mesh.sessions.values() if s.introduced]
-            peers.append(self._mesh.config.greeting())
-        members = [
-            Member(
-                peer.name,
-                peer.process.host,
-                peer.process.pid,
-                tuple(peer.labels),
-                peer.since,
-                peer.incarnation,
-            )
-            for peer in peers
-        ]
-        return sorted(members, key=lambda member: member.name)
-
-    def wait_for_members(self, n: int, timeout: float | None = None) -> None:
-        """Wait until the group has at least `n` members, this one included.
-
-        Raises:
-            MembersTimeout: There were fewer; names those that are there.
-        """
-
-        def enough() -> bool:
-            return sum(s.introduced for s in self._mesh.sessions.values()) + 1 >= n
-
-        if not self._driver.wait_until(enough, timeout):
-            names = [member.name for member in self.members()]
-            raise MembersTimeout(
-                f"{self!r}: {len(names)} of {n} members within {timeout:g} s: {names}"
-            )
-
-    def subscribers(self, topic: str) -> list[str]:
-        """Names of the other members subscribed to a topic."""
-        check_topic(topic)
-        self._driver.check()
-        with self._driver.lock:
-            return self._mesh.publisher.subscribers(topic)
-
-    def wait_for_subscribers(
-        self, topic: str, n: int = 1, timeout: float | None = None
-    ) -> None:
-        """Wait until at least `n` other members are subscribed to a topic.
-
-        Raises:
-            MembersTimeout: There were fewer; names those that are there.
-        """
-        check_topic(topic)
-        publisher = self._mesh.publisher
-        if not self._driver.wait_until(
-            lambda: len(publisher.subscribers(topic)) >= n, timeout
-        ):
-            names = self.subscribers(topic)
-            raise MembersTimeout(
-                f"{self!r}: {len(names)} of {n} subscribers of {topic!r} within "
-                f"{timeout:g} s: {names}"
-            )
-
-    # -- state ----------
-
-    def stats(self) -> dict[str, Any]:
-        """Counters, as plain dictionaries: see `mq.stats` and `mq.buffers.Pool`.
-
-        `topics` by topic, `peers` by member, `mesh` for the member as a whole, `pool`
-        for its memory, `inbox` for the number of messages that wait for `recv`.
-        """
-        with self._driver.lock:
-            counters = stats.of_mesh(self._mesh)
-        return {**counters, "pool": self._pool.stats()}
-
-    def describe(self) -> dict[str, Any]:
-        """What was chosen and why: settings and their sources, addresses, versions."""
-        resolved, joined = self._settings, self._joined
-        with self._driver.lock:
-            peers = {
-                s.name: {
-                    "wire": s.wire,
-                    "connection": {} if s.conn is None else dict(s.conn.describe()),
-                    "peer_timeout": s.timeout,
-                    "versions": s.peer.versions,
-                    "host": s.peer.process.host,
-                    "pid": s.peer.process.pid,
-                }
-                for s in self._mesh.sessions.values()
-            }
-            versions = self._mesh.config.greeting().versions
-            engine = {} if self._closed else dict(joined.link.describe())
-        meeting = joined.meeting
-        return {
-            "backend": resolved.backend,
-            "group": resolved.group,
-            "name": resolved.name,
-            "incarnation": self._mesh.config.incarnation,
-            "addresses": list(joined.addresses),
-            "engine": engine,
-            "rendezvous": "explicit" if meeting is None else meeting.description,
-            "labels": list(resolved.labels),
-            "peer_timeout": resolved.peer_timeout,
-            "max_message_bytes": resolved.max_message_bytes,
-            "versions": versions,
-            "peers": peers,
-            "sources": dict(resolved.sources),
-        }
-
-    # -- end ----------
-
-    def close(self, linger: float = 30.0) -> None:
-        """Deliver what was published, leave the group, free everything. Idempotent.
-
-        Args:
-            linger: Seconds to deliver at most; what then remains is counted in a
-                warning.
-        """
-        driver = self._driver
-        if driver.forked:
-            return
-        driver.closing = True
-        driver.poller.wake()
-        with self._close_lock:
-            if self._closed:
-                return
-            try:
-                left = driver.leave("closed", linger)
-                if left:
-                    logger.warning(
-                        "%r closed with messages undelivered after %g s: %s",
-                        self,
-                        linger,
-                        driver.describe_feeds(left),
-                    )
-            finally:
-                self._closed = True
-                driver.discard_inbox()
-                exits.unregister(self)
-                self._joined.close()
-
-    def types_changed(self) -> None:
-        """Tell the others which types this member accepts now."""
-
-        def announce() -> None:
-            accepts = sorted(self._codec.accepts())
-            for session in self._mesh.sessions.values():
-                session.control(wire.ACCEPTS, accepts)
-
-        with contextlib.suppress(Closed):
-            self._driver.run(announce)
-
-    def abandon(self) -> None:
-        """In a forked child: let go, without harm to the parent. Called by the fork."""
-        self._joined.abandon()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Final
 from mq import safe_types
 
 if TYPE_CHECKING:
-    from mq.blocking import BlockingQueue
+    from mq.membership import Membership
 
 logger = logging.getLogger(__name__)
 
 EXIT_LINGER: Final = 5.0
 """Seconds that exit waits for messages to be delivered."""
 
-_open: set[BlockingQueue] = set()
+_open: set[Membership] = set()
 # Strong references: a queue whose last name is gone is still to be closed properly.
 _pid = 0
 
 
-def register(queue: BlockingQueue) -> None:
+def register(queue: Membership) -> None:
     """Close this queue at exit, unless it was closed before."""
     global _pid
     _open.add(queue)
@@ -41,7 +41,7 @@ def register(queue: BlockingQueue) -> None:
         util.Finalize(None, _close_all, exitpriority=100)
 
 
-def unregister(queue: BlockingQueue) -> None:
+def unregister(queue: Membership) -> None:
     """The queue is closed."""
     _open.discard(queue)
 
@@ -57,7 +57,7 @@ def _close_all() -> None:
         _close(queue)
 
 
-def _close(queue: BlockingQueue) -> None:
+def _close(queue: Membership) -> None:
     try:
         queue.close(EXIT_LINGER)
     except Exception:

@@ -1,4 +1,4 @@
-"""How a member joins its group: meet, claim a name, greet everyone."""
+"""How a member joins its group, and what it holds and keeps up from then on."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ import logging
 import os
 import resource
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mq import process, registry, rendezvous
-from mq.errors import (
-    AuthenticationFailed,
-    ConnectRefused,
-    ConnectTimeout,
-    TransportUnavailable,
-)
-from mq.mesh import handshake as hs
+from mq.arrival import Arrival, dial_explicit, lease_seconds
+from mq.errors import TransportUnavailable
 from mq.mesh.config import Config
 from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
@@ -36,16 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBE_SECONDS: Final = 2.0
-"""How long the holder of a name has to answer before the name is given away."""
-LOOK_SECONDS: Final = 0.25
-"""How often a joiner looks again who is recorded, while it waits."""
 SPARE_DESCRIPTORS: Final = 32
 """File descriptors that must be free to connect."""
 IDLE_MEMORY_SECONDS: Final = 30.0
 """How long message memory that nobody uses is kept for the next message."""
-DEFAULT_LEASE: Final = 20.0
-"""Seconds a record lives without renewal where `peer_timeout` is None."""
 
 
 @dataclass
@@ -149,11 +137,13 @@ def join(
         driver = Driver(mesh, poller, where)
         joined = Joined(driver, link, poller, meeting, None, addresses, pool)
         driver.upkeep = joined.upkeep
-        driver.upkeep_seconds = _lease(settings) / 4
+        driver.upkeep_seconds = lease_seconds(settings) / 4
         driver.start()
         if meeting is not None:
-            _Joiner(settings, driver, meeting, deadline).run(joined)
-        _dial_explicit(settings, driver, deadline)
+            arrival = Arrival(settings, driver, meeting, deadline)
+            joined.record = arrival.claim()
+            arrival.greet_all()
+        dial_explicit(settings, driver, deadline)
     except BaseException:
         if driver is not None:
             driver.closing = True
@@ -199,11 +189,6 @@ def check_listen(settings: Settings, link: Link, secret: bytes) -> None:
             )
 
 
-def _lease(settings: Settings) -> float:
-    timeout = settings.peer_timeout
-    return DEFAULT_LEASE if timeout is None else 2 * timeout
-
-
 def _config(
     settings: Settings, codec: Codec, secret: bytes, addresses: list[str]
 ) -> Config:
@@ -244,215 +229,3 @@ def _versions() -> dict[str, str]:
 
     packages = {package: version(package) for package in ("tensormq", "torch")}
     return {"python": platform.python_version(), **packages}
-
-
-class _Joiner:
-    """Claims a name at the rendezvous, then greets everyone recorded there."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        driver: Driver,
-        meeting: Rendezvous,
-        deadline: float,
-    ) -> None:
-        self._settings = settings
-        self._driver = driver
-        self._mesh = driver.mesh
-        self._meeting = meeting
-        self._deadline = deadline
-        self._dials: dict[str, Dial] = {}
-
-    def run(self, joined: Joined) -> None:
-        record = self._claim()
-        joined.record = record
-        while True:
-            waiting = self._greet_recorded()
-            if not waiting:
-                return
-            self._raise_refusals()
-            left = self._deadline - time.monotonic()
-            if left <= 0:
-                raise ConnectTimeout(self._explain(waiting))
-            settled = functools.partial(self._settled, waiting)
-            self._driver.wait_until(settled, min(left, LOOK_SECONDS))
-
-    # -- the name ----------
-
-    def _claim(self) -> rendezvous.Record:
-        config = self._mesh.config
-        record = rendezvous.Record(
-            name=config.name,
-            incarnation=config.incarnation,
-            generation=0,
-            backend=config.backend,
-            addresses=tuple(config.addresses),
-            process=config.process,
-            labels=tuple(config.labels),
-            since=config.since,
-            lease=_lease(self._settings),
-        )
-        replaces: str | None = None
-        while True:
-            claim = self._meeting.claim(record, replaces=replaces)
-            if claim.holder is None:
-                config.generation = claim.record.generation
-                return claim.record
-            holder = claim.holder.record
-            self._check_backend(holder)
-            if self._is_alive(holder):
-                raise ConnectRefused(
-                    f"name {config.name!r} in group {config.group!r} is held by pid "
-                    f"{holder.process.pid} on {holder.process.host}; choose another "
-                    "name or end that process"
-                )
-            if time.monotonic() > self._deadline:
-                raise ConnectTimeout(
-                    f"could not get name {config.name!r} within "
-                    f"{self._settings.connect_timeout:g} s at "
-                    f"{self._meeting.description}: others claim it too"
-                )
-            replaces = holder.incarnation
-
-    def _check_backend(self, record: rendezvous.Record) -> None:
-        mine = self._mesh.config.backend
-        if record.backend != mine and not self._has_ended(record):
-            raise ConnectRefused(
-                f"group {self._settings.group!r} uses backend {record.backend!r}, not "
-                f"{mine!r} (member {record.name!r}, pid {record.process.pid} on "
-                f"{record.process.host}); use the same backend or another group"
-            )
-
-    def _has_ended(self, record: rendezvous.Record) -> bool:
-        if not self._mesh.config.process.same_kernel(record.process):
-            return False
-        watch = process.ProcessWatch(record.process)
-        try:
-            return watch.ended() is True
-        finally:
-            watch.close()
-
-    def _is_alive(self, record: rendezvous.Record) -> bool:
-        """Ask the holder of a name; silence for `PROBE_SECONDS` counts as death."""
-        if self._has_ended(record):
-            return False
-        dial = self._dial(record, probe=True)
-        self._driver.wait_until(lambda: dial.done, PROBE_SECONDS)
-        self._driver.run(lambda: self._mesh.greetings.cancel(dial))
-        self._raise_if_refused(record.name, dial)
-        welcome = dial.welcome
-        return welcome is not None and welcome.incarnation == record.incarnation
-
-    # -- the others ----------
-
-    def _dial(self, record: rendezvous.Record, *, probe: bool = False) -> Dial:
-        greetings = self._mesh.greetings
-        same_host = record.process.boot_id == self._mesh.config.process.boot_id
-        dial = Dial(
-            greetings.routes(record.addresses, same_host),
-            incarnation=record.incarnation,
-            name=record.name,
-            probe=probe,
-            until=time.monotonic() + PROBE_SECONDS if probe else self._deadline + 1.0,
-        )
-        self._driver.run(functools.partial(greetings.start, dial))
-        return dial
-
-    def _greet_recorded(self) -> list[Entry]:
-        """Dial whoever is new; those who are recorded and not greeted yet."""
-        mine = self._mesh.config.incarnation
-        waiting: list[Entry] = []
-        for entry in self._meeting.records():
-            record = entry.record
-            if record.incarnation == mine or self._is_greeted(record):
-                continue
-            if self._has_ended(record):
-                self._meeting.sweep(record.name, record.incarnation)
-                continue
-            if entry.expired:
-                continue
-            self._check_backend(record)
-            waiting.append(entry)
-            dial = self._dials.get(record.incarnation)
-            if dial is None or (dial.done and not dial.refusal):
-                self._dials[record.incarnation] = self._dial(record)
-        return waiting
-
-    def _is_greeted(self, record: rendezvous.Record) -> bool:
-        session = self._mesh.sessions.get(record.incarnation)
-        return session is not None and session.introduced
-
-    def _settled(self, waiting: Sequence[Entry]) -> bool:
-        return all(
-            self._is_greeted(entry.record)
-            or bool(self._dials[entry.record.incarnation].refusal)
-            for entry in waiting
-        )
-
-    def _raise_refusals(self) -> None:
-        for dial in self._dials.values():
-            self._raise_if_refused(dial.name, dial)
-
-    @staticmethod
-    def _raise_if_refused(name: str, dial: Dial) -> None:
-        raise_refusal(name, dial)
-
-    def _explain(self, waiting: Sequence[Entry]) -> str:
-        lines = []
-        for entry in waiting:
-            record = entry.record
-            dial = self._dials[record.incarnation]
-            lines.append(
-                f"{record.name!r} (pid {record.process.pid} on {record.process.host}, "
-                f"tried {', '.join(record.addresses)}: {dial.error or 'no answer'})"
-            )
-        return (
-            f"could not greet within {self._settings.connect_timeout:g} s: "
-            + "; ".join(lines)
-            + f". They are recorded at {self._meeting.description}; end them, or raise "
-            "connect_timeout above twice their peer_timeout to see their leases end"
-        )
-
-
-def raise_refusal(name: str, dial: Dial) -> None:
-    """Raises: ConnectRefused or AuthenticationFailed, if a dial was refused."""
-    if not dial.refusal:
-        return
-    who = repr(name) if name else "the member"
-    text = f"{who} at {dial.address} refused this member: {dial.error}"
-    if dial.refusal == hs.SECRET:
-        raise AuthenticationFailed(f"{text}. Use the same secret everywhere")
-    raise ConnectRefused(text)
-
-
-def _dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:
-    mesh = driver.mesh
-    dials = []
-    for address in settings.attach_to:
-        routes = mesh.greetings.routes([address], same_host=True)
-        if not routes:
-            raise ValueError(
-                f"attach_to={address!r} is no address of backend {settings.backend!r}"
-            )
-        dial = Dial(routes, until=deadline + 1.0)
-        dials.append(dial)
-        driver.run(functools.partial(mesh.greetings.start, dial))
-
-    def reached(dial: Dial) -> bool:
-        session = mesh.sessions.get(dial.incarnation)
-        return session is not None and session.introduced
-
-    def settled() -> bool:
-        return any(d.refusal for d in dials) or all(map(reached, dials))
-
-    arrived = driver.wait_until(settled, max(0.0, deadline - time.monotonic()))
-    for dial in dials:
-        raise_refusal("", dial)
-    if not arrived:
-        missing = "; ".join(
-            f"{d.address} ({d.error or 'no answer'})" for d in dials if not reached(d)
-        )
-        raise ConnectTimeout(
-            f"could not greet within {settings.connect_timeout:g} s: {missing}. Is a "
-            "member of this group listening there?"
-        )

@@ -76,3 +76,24 @@ def test_a_keeper_that_naps_briefly_is_left_alone(lead: Lead) -> None:
     lead._sent(1.0, 1.001)
     assert not lead._bell.acquire(timeout=0)
     assert wakes(lead) == 0
+
+
+def test_in_the_middle_of_something_long_others_get_the_lock(lead: Lead) -> None:
+    """However soon it is wanted back."""
+    got = threading.Event()
+
+    def want() -> None:
+        with lead.lock:
+            got.set()
+
+    with lead.lock:
+        thread = threading.Thread(target=want)
+        thread.start()
+        lead._wanted = True
+        for _ in range(10_000):  # half a second
+            lead._give_way()
+            if got.is_set():
+                break
+        assert got.is_set()
+        assert lead.lock.locked()
+    thread.join()

@@ -22,8 +22,9 @@ from world import Got, Member, World
 
 from mq.errors import MessagesLost
 from mq.lending import BLOCK_BYTES
-from mq.mesh.incoming import Source, Subscription
+from mq.mesh.incoming import Source
 from mq.mesh.session import Session
+from mq.mesh.subscription import Subscription
 from mq.mesh.wire import Subscribed
 
 NAMES = ("a", "b", "c", "d", "e")

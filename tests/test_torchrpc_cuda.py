@@ -14,6 +14,7 @@ from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_calls as calls
+from transports import _torchrpc_shared as shared
 from transports.torchrpc import TorchRpcLink
 from transports.torchrpc_cuda import TorchRpcCudaLink
 
@@ -159,7 +160,7 @@ def test_peers_beyond_the_names_are_staged_and_logged(
 ) -> None:
     """A name is free again once its peer is gone."""
     options = rpc_agent.Options(maps=((((0, 0),), 2),))
-    agent = rpc_agent.acquire(options)
+    agent = shared.acquire(options)
     try:
         pairs = ((0, 0),)
         peers = [agent.peer(f"{n}", agent.url, "", pairs) for n in range(3)]
@@ -177,7 +178,7 @@ def test_peers_beyond_the_names_are_staged_and_logged(
         peers[1].fail("it is gone, but somebody may be calling it")
         assert not agent.peer("4", agent.url, "", pairs).mapped
     finally:
-        rpc_agent.release(agent)
+        shared.release(agent)
 
 
 def test_channels_that_torch_lacks_are_left_out() -> None:

@@ -23,10 +23,10 @@ import mq
 from mq import registry
 from mq.mesh.poller import Poller
 from mq.transport import What
-from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_calls as calls
 from transports import _torchrpc_control as control
 from transports import _torchrpc_net as net
+from transports import _torchrpc_shared as shared
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import Greeting
 from transports.torchrpc import TorchRpcLink, _release
@@ -111,7 +111,7 @@ def test_an_address_in_use_is_an_os_error_and_leaves_nothing() -> None:
         with pytest.raises(OSError, match=str(endpoint(taken)[1])):
             TorchRpcLink().open(poller, [taken], None)
         poller.close()
-    assert rpc_agent._current is None
+    assert shared._current is None
 
 
 def test_links_of_a_process_share_an_agent_and_so_its_options() -> None:
@@ -403,8 +403,8 @@ def test_a_member_of_another_protocol_is_named_with_the_remedy(
         assert time.monotonic() - begin < PATIENCE / 2
         assert "'old'" in str(caught.value)
         assert "install the same tensormq everywhere" in str(caught.value)
-        assert rpc_agent._current is not None  # that of the first queue
-    assert rpc_agent._current is None
+        assert shared._current is not None  # that of the first queue
+    assert shared._current is None
 
 
 @pytest.mark.parametrize(
@@ -435,4 +435,4 @@ def test_a_wrong_or_busy_address_is_named_and_leaves_nothing(
                 connect_timeout=1.0,
                 **given,
             )
-    assert rpc_agent._current is None
+    assert shared._current is None

@@ -22,6 +22,7 @@ from mq.mesh.poller import Poller
 from mq.transport import What
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_calls as calls
+from transports import _torchrpc_shared as shared
 from transports.torchrpc import TorchRpcLink
 
 
@@ -74,7 +75,7 @@ def test_an_agent_that_does_not_start_is_an_error_and_can_be_tried_again(
     monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """Another signature is what another version of torch may well have."""
-    monkeypatch.setattr(rpc_agent, "_tested", set())
+    monkeypatch.setattr(shared, "_tested", set())
 
     def changed(only: object) -> None: ...
 
@@ -92,7 +93,7 @@ def test_a_wrong_answer_to_the_self_test_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An agent that starts, and does not work, is not used."""
-    monkeypatch.setattr(rpc_agent, "_tested", set())
+    monkeypatch.setattr(shared, "_tested", set())
     monkeypatch.setattr(rpc_agent, "echo", calls.hold)
     monkeypatch.setattr(rpc_agent, "SELF_TEST_SECONDS", 0.2)
     poller = Poller()

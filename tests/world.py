@@ -16,10 +16,10 @@ from mq.lending import Lender
 from mq.mesh import publisher as publisher_module
 from mq.mesh.config import Config, Watch
 from mq.mesh.dial import Dial
-from mq.mesh.incoming import Subscription
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 from mq.mesh.session import Session
+from mq.mesh.subscription import Subscription
 from mq.process import ProcessId
 
 CHUNK_BYTES = 256

@@ -1,9 +1,9 @@
-"""One TensorPipe agent per process: the only file that touches torch's private API.
+"""A TensorPipe agent: the only file that touches torch's private API.
 
 `torch.distributed.rpc.init_rpc` is not used: one killed member makes every later join
 of its dynamic group fail for ever, and it can neither be bounded nor interrupted.
 Instead the agent is made directly, over a store of this process alone, and peers are
-added to it one by one. All queues of the process share it; the last one closes it.
+added to it one by one. All queues of the process share it (`_torchrpc_shared`).
 
 **Aborts.** TensorPipe ends the process where it should raise. So `basic` and `uv` are
 always among the channels and transports; URLs are checked before they are used; no
@@ -14,7 +14,6 @@ agent without destroying it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import datetime
@@ -32,19 +31,10 @@ from typing import Any, Final
 
 import torch
 
-from mq.errors import ForkedProcess, TransportUnavailable
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
 from transports._torchrpc_aliases import Aliases, Pairs
-from transports._torchrpc_calls import (
-    Peer,
-    echo,
-    failure,
-    lifelines,
-    receivers,
-    rpc,
-    total,
-)
+from transports._torchrpc_calls import Peer, echo, failure, lifelines, rpc, total
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +157,10 @@ def unusable() -> str | None:
             "transport was written for (tested with torch 2.13)"
         )
     return None
+
+
+_abandoned: list[object] = []
+"""Agents that a forked child must not destroy, and their lifelines."""
 
 
 class Agent:
@@ -380,106 +374,6 @@ def _check_descriptors() -> None:
             f"{used} file descriptors are open and RLIMIT_NOFILE is {limit}, but a "
             f"peer needs up to {DESCRIPTORS}; raise it with `ulimit -n`",
         )
-
-
-_lock = threading.Lock()
-_current: Agent | None = None
-_used_by = 0
-_tested: set[tuple[int, ...]] = set()
-_abandoned: list[object] = []
-
-
-def acquire(options: Options) -> Agent:
-    """The agent of this process, started if this is its first user.
-
-    Raises:
-        ForkedProcess: This process was forked from one that has used an agent.
-        TransportUnavailable: TensorPipe cannot start here.
-        ValueError: An agent with other options runs in this process.
-    """
-    global _current, _used_by
-    with _lock:
-        if _used_by not in (0, os.getpid()):
-            raise ForkedProcess(
-                f"torchrpc was used in process {_used_by}, of which this one is a "
-                "fork, and TensorPipe does not survive that; start processes with the "
-                "method 'spawn' or 'forkserver', or fork before the first connect"
-            )
-        if _current is None:
-            if not _used_by:
-                os.register_at_fork(after_in_child=_forked)
-                atexit.register(_exit)
-            _used_by = os.getpid()
-            _current = _start(options)
-        elif not _current.worker and _current.options != options:
-            raise ValueError(
-                f"another torchrpc queue of this process runs with {_current.options}, "
-                f"this one asks for {options}; a process has one TensorPipe agent, so "
-                "give all queues the same options"
-            )
-        _current.users += 1
-        return _current
-
-
-def release(agent: Agent) -> None:
-    """Undo `acquire`; the last user stops the agent."""
-    global _current
-    with _lock:
-        agent.users -= 1
-        if agent.users == 0 and agent is _current:
-            _current = None
-            agent.close()
-            native.log_level.restore()
-
-
-def _start(options: Options) -> Agent:
-    agent = Agent(options)
-    native.log_level.raise_to_errors()
-    try:
-        agent.start()
-        if not agent.worker:
-            net.check_url(agent.url, options.transports)
-            if options.devices not in _tested:
-                agent.self_test()
-                _tested.add(options.devices)
-    except OSError:
-        _give_up(agent)
-        raise
-    except Exception as error:  # whatever a torch of another version raises
-        _give_up(agent)
-        first = str(error).partition("\n")[0]
-        raise TransportUnavailable(
-            f"TensorPipe of torch {torch.__version__} does not start with transports "
-            f"{options.transports} and channels {options.channels}: {first}. Its "
-            "private interface is used here, tested with torch 2.13"
-        ) from error
-    except BaseException:  # Ctrl-C
-        _give_up(agent)
-        raise
-    return agent
-
-
-def _give_up(agent: Agent) -> None:
-    with contextlib.suppress(Exception):  # the first error is the one to tell
-        agent.close()
-    native.log_level.restore()
-
-
-def _forked() -> None:
-    global _lock, _current
-    _lock = threading.Lock()
-    if _current is not None:
-        _current.leak()
-    _current = None
-    receivers.clear()
-
-
-def _exit() -> None:
-    """Callbacks that are pending when the interpreter exits would abort it."""
-    global _current
-    agent, _current = _current, None
-    if agent is not None and _used_by == os.getpid():
-        agent.close()
 
 
 if not UNAVAILABLE:

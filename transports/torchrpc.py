@@ -3,7 +3,7 @@
 The link listens on a socket of its own and learns over it, before TensorPipe meets the
 peer, whether the two can talk (`_torchrpc_control`). Messages are calls of a function
 of the peer's, in batches (`_torchrpc_conns`), by the one agent of the process
-(`_torchrpc_agent`).
+(`_torchrpc_agent`, `_torchrpc_shared`).
 
 TensorPipe runs what a peer pickles and aborts on what it does not understand, whoever
 connects to its port: it is for hosts on which everyone is trusted.
@@ -28,6 +28,7 @@ from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_control as control
 from transports import _torchrpc_net as net
+from transports import _torchrpc_shared as shared
 from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import BadNote, Control, Greeting
@@ -122,7 +123,7 @@ class TorchRpcLink(Link):
         self._poller = poller
         self._sockets = Sockets(self, self._greeting_timeout)
         try:
-            self.agent = rpc_agent.acquire(self._options)
+            self.agent = shared.acquire(self._options)
         except BaseException:
             self._sockets.close()
             raise
@@ -373,7 +374,7 @@ class TorchRpcLink(Link):
         self._leaving.clear()
         self._poller.unregister(self._sockets.epoll.fileno())
         self._sockets.close()
-        rpc_agent.release(self.agent)
+        shared.release(self.agent)
 
     def abandon(self) -> None:
         # The agent was let go of by the fork itself.

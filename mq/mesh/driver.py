@@ -105,7 +105,9 @@ class Driver(Publishing):
             check_timeout(timeout)
         item = None
         try:
+            self._wanted |= self.lock.locked()
             with self.lock:
+                self._wanted = False
                 if self.closing or self.mesh.replaced:
                     self._refuse()
                 try:

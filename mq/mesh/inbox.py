@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
-from mq.mesh.incoming import Entry, Item, Returned, Run, Source, Subscription
+from mq.mesh.incoming import Entry, Item, Returned, Run, Source
+from mq.mesh.subscription import Subscription
 
 AHEAD_BYTES: Final = 32 * 1024
 """How much is decoded ahead at most."""

@@ -1,4 +1,4 @@
-"""The subscribing side: subscriptions, the credit they grant, and the inbox of `recv`.
+"""What one publisher sends by one subscription, on its way into the inbox of `recv`.
 
 As on the publishing side, what may not be half done is one call into C: a message
 enters the inbox and becomes its source's newest in the same step, so that a frame whose
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mq.borrowing import Key, Returns, arm, is_borrowed
 from mq.errors import MessagesLost
@@ -18,17 +18,15 @@ from mq.mesh.atomic import append_each
 from mq.mesh.large import Take
 from mq.mesh.stream import Stream
 from mq.mesh.wire import Chunk, Lent, Malformed
-from mq.stats import TopicStats
 
 if TYPE_CHECKING:
     from mq.devices import Piece
     from mq.frames import Spread
     from mq.mesh.copying import Copies, Copying
     from mq.mesh.session import Session
+    from mq.mesh.subscription import Subscription
 
 Borrow = Callable[[int, int, int, Take], memoryview]
-MOST_AT_ONCE: Final = 32
-"""Messages that `recv` decodes ahead at most."""
 
 
 class Entry(NamedTuple):
@@ -83,98 +81,6 @@ class Run:
         return Entry(
             self.source, self.first + index, self.times[index], self.areas[index]
         )
-
-
-class Subscription:
-    """One subscription of this member, over all publishers.
-
-    Attributes:
-        id: Never used again by this member, so that an old stream is not mistaken.
-        keep: None for keep-all, else the n of keep-last.
-        depth: Messages that all publishers together may have in flight or unread.
-        window_bytes: The same in bytes.
-        sources: The publishers that were told of this subscription.
-        orphans: Publishers that are gone while messages of theirs are unread.
-    """
-
-    __slots__ = (
-        "depth",
-        "device",
-        "id",
-        "keep",
-        "options",
-        "orphans",
-        "sources",
-        "stats",
-        "topic",
-        "window_bytes",
-        "zero_copy",
-    )
-
-    def __init__(
-        self,
-        id: int,
-        topic: str,
-        keep: int | None,
-        depth: int,
-        window_bytes: int,
-        zero_copy: bool,
-        device: str | None,
-        stats: TopicStats,
-    ) -> None:
-        self.id = id
-        self.topic = topic
-        self.keep = keep
-        self.depth = depth
-        self.window_bytes = window_bytes
-        self.zero_copy = zero_copy
-        self.device = device
-        self.stats = stats
-        self.sources: dict[Session, Source] = {}
-        self.orphans: list[Source] = []
-        self.options = (keep, depth, window_bytes, zero_copy, device)
-
-    def add_source(self, session: Session, seen: int = -1) -> wire.Subscribe:
-        """Expect messages of this publisher; what to tell it.
-
-        Args:
-            seen: Sequence of the last message of an earlier session, or -1.
-        """
-        source = Source(self, session)
-        self.sources[session] = source
-        source.grant()
-        return wire.Subscribe(
-            self.id,
-            self.topic,
-            self.keep,
-            source.granted_messages,
-            source.granted_bytes,
-            seen,
-        )
-
-    def held(self) -> tuple[int, int]:
-        """Messages and bytes that are granted, on their way or unread."""
-        if self.orphans:
-            self.orphans = [s for s in self.orphans if s.unread()[0]]
-        unread = [source.unread() for source in self.orphans]
-        messages = sum(n for n, _ in unread)
-        nbytes = sum(n for _, n in unread)
-        for source in self.sources.values():
-            messages += source.granted_messages - source.consumed_messages
-            nbytes += max(0, source.granted_bytes - source.consumed_bytes)
-        return messages, nbytes
-
-
-def _share(window: int, sources: int, active: int, is_active: bool) -> int:
-    """One publisher's part of a window.
-
-    Those that have published nothing yet get little, for a grant is never revoked;
-    those that publish divide the rest.
-    """
-    idle = max(1, min(window // (2 * sources), max(64, window // 16)))
-    if not is_active:
-        return idle
-    return max(1, (window - (sources - active) * idle) // active)
 
 
 class Source:
@@ -270,32 +176,6 @@ class Source:
         self.consumed_bytes = nbytes - left
 
     # -- credit ----------
-
-    def grant(self) -> bool:
-        """Give the publisher what it may have now; whether that is more than before.
-
-        Grants are never revoked. While others hold too much of the window, a publisher
-        gets what is left, and always at least one message.
-        """
-        subscription = self.subscription
-        sources = subscription.sources.values()
-        active = sum(source.active for source in sources)
-        before = (self.granted_messages, self.granted_bytes)
-        held_messages, held_bytes = subscription.held()
-        target = _share(subscription.depth, len(sources), active, self.active)
-        mine = self.granted_messages - self.consumed_messages
-        self.granted_messages += max(
-            min(target - mine, subscription.depth - held_messages), 1 - mine, 0
-        )
-        self.grant_at_messages = self.granted_messages - target // 2
-        self.at_once = max(1, min(MOST_AT_ONCE, target // 8))
-        target = _share(subscription.window_bytes, len(sources), active, self.active)
-        mine = self.granted_bytes - self.consumed_bytes
-        # Below zero after a message that was larger than what was left of the grant.
-        free = subscription.window_bytes - held_bytes - min(0, mine)
-        self.granted_bytes += max(min(target - mine, free), 1 - mine, 0)
-        self.grant_at_bytes = self.granted_bytes - target // 2
-        return before != (self.granted_messages, self.granted_bytes)
 
     def credit(self) -> wire.Credit:
         """The grants as they are now."""

@@ -30,6 +30,8 @@ LOOK_SECONDS: Final = 0.001
 """`publish` looks at what has arrived when nobody has for so long."""
 CALM_SECONDS: Final = 0.25
 """After so long in one wait of a leader, the keeper sleeps until the wait ends."""
+GIVE_WAY_SECONDS: Final = 50e-6
+"""Enough for a waiting thread to wake up and take the lock."""
 _KEEPER: Final = -1
 _NEVER: Final = float("inf")
 
@@ -54,6 +56,8 @@ class Lead:
         self._where = where
         self._changes = threading.Condition(self.lock)
         self._followers = 0
+        # A thread has found the lock taken; who gets it takes that back.
+        self._wanted = False
         self._leader: int | None = None
         self._asleep_until = 0.0
         self._asleep_since = 0.0
@@ -163,9 +167,12 @@ class Lead:
             self._keeper_polls = True
         self.lock.release()
         try:
+            self._let_others_in()
             ready = self.poller.wait(max(0.0, until - now), me != _KEEPER)
         finally:
+            self._wanted |= self.lock.locked()
             self.lock.acquire()
+            self._wanted = False
             if me == _KEEPER:
                 self._keeper_polls = False
                 self._nap_until = _NEVER
@@ -175,6 +182,20 @@ class Lead:
             else:
                 # A call took the lead meanwhile; this wake-up was meant for it.
                 self.poller.wake()
+
+    def _give_way(self) -> None:
+        """In the middle of something long: let a thread that waits have the lock."""
+        if self._wanted:
+            self.lock.release()
+            try:
+                self._let_others_in()
+            finally:
+                self.lock.acquire()
+
+    def _let_others_in(self) -> None:
+        """The lock is free, but not fair: who takes it back at once is always first."""
+        if self._wanted:
+            time.sleep(GIVE_WAY_SECONDS)
 
     def _leave(self) -> None:
         """A call ends; the lead stays free for the next one. The lock is held."""

@@ -22,6 +22,7 @@ from mq.mesh.dial import Dial
 from mq.mesh.greeting import Greetings
 from mq.mesh.handshake import Greeting
 from mq.mesh.large import Take
+from mq.mesh.liveness import Liveness
 from mq.mesh.publisher import Publisher
 from mq.mesh.reader import Reader
 from mq.mesh.recovery import recover
@@ -37,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 ROUNDS_PER_POLL: Final = 16
 """How often `poll` looks again after it has sent something, before it returns."""
-MAX_TICK: Final = 0.25
-"""Seconds between looks at the peers' liveness, at most."""
 
 
 class Mesh:
@@ -73,16 +72,14 @@ class Mesh:
         self.conns: dict[Conn, Session] = {}
         self.reader = Reader(self)
         self.greetings = Greetings(self)
+        self.liveness = Liveness(self)
         self.changed = 0
         self.replaced = ""
         self.leaving = False
-        self.tick_seconds = MAX_TICK
-        if config.peer_timeout is not None:
-            self.tick_seconds = min(MAX_TICK, config.peer_timeout / 8)
-        self._watches: dict[int, Session] = {}
         self._next_tick = self._last_poll = clock()
         self.forgotten: list[Greeting] = []
         self._polling = False
+        self._had_its_fill = False
         self._unfinished = False
         self.wake: Callable[[], None] = lambda: None
         self.watch_added: Callable[[int], None] = lambda fd: None
@@ -110,14 +107,16 @@ class Mesh:
                 left to the next call, which `next_deadline` then asks for at once.
         """
         self._polling = True
-        self.reader.until_message = until_message
+        watches = self.liveness.watches
         for fd in ready:
-            session = self._watches.get(fd)
+            session = watches.get(fd)
             if session is not None:
-                self._check_process(session)
-        subscriber = self.subscriber
+                self.liveness.check_process(session)
+        subscriber, reader = self.subscriber, self.reader
+        reader.until_message = until_message
+        reader.had_its_fill = False
         for _ in range(ROUNDS_PER_POLL):
-            self.reader.stopped_early = False
+            reader.stopped_early = False
             for link in self.links:
                 for event in link.poll():
                     self._handle(event)
@@ -133,13 +132,13 @@ class Mesh:
             elif self.greetings.dials:
                 self.greetings.attempt_due(now)
             self._last_poll = now
-            self._unfinished = self.pump(now, flush) or self.reader.stopped_early
+            self._unfinished = self.pump(now, flush) or reader.stopped_early
             if subscriber.copies:
                 subscriber.copies.go_on()
                 self.changed += 1
                 self._unfinished = True
                 break  # there may be something to take now
-            if not self._unfinished:
+            if not self._unfinished or reader.had_its_fill or self._had_its_fill:
                 break
         self._polling = False
 
@@ -150,7 +149,7 @@ class Mesh:
             now: The time by the mesh's clock.
             flush: As for `poll`.
         """
-        sent = False
+        sent = self._had_its_fill = False
         if self.subscriber.returns.queue:
             self.subscriber.give_back()
         for session in self.sessions.values():
@@ -161,6 +160,7 @@ class Mesh:
                 or session.sent < len(session.frames)
             ):
                 sent |= session.pump(now, flush)
+                self._had_its_fill |= session.had_its_fill
         return sent
 
     def next_deadline(self) -> float:
@@ -204,6 +204,17 @@ class Mesh:
         elif event.what is What.LOST:
             self.disconnect(session, event.reason or "connection lost")
 
+    def _tick(self, now: float) -> None:
+        self._next_tick = now + self.liveness.tick_seconds
+        self.liveness.tick(now, now - self._last_poll)
+        self.greetings.tick(now)
+        self.subscriber.returns.look_for_children()
+
+    def recover(self) -> None:
+        """An exception left the mesh: make it consistent and go on."""
+        polling, self._polling = self._polling, False
+        recover(self, polling=polling)
+
     # -- sessions ----------
 
     def establish(
@@ -227,22 +238,13 @@ class Mesh:
         self.conns[conn] = session
         # Only now does it exist: an interrupt before this leaves no half session.
         self.sessions[greeting.incarnation] = session
-        self.watch(session)
+        self.liveness.watch(session)
         session.pump(now)
         self.changed += 1
         if logger.isEnabledFor(logging.INFO):
             more = "".join(f", {k} {v}" for k, v in conn.describe().items())
             logger.info("session with %s over %s%s", session.name, conn.address, more)
         return session
-
-    def watch(self, session: Session) -> None:
-        """Watch the process of a peer, where that can be done; idempotent."""
-        if session.watch is None:
-            session.watch = self.config.watch(session.peer.process)
-        fd = None if session.watch is None else session.watch.fileno()
-        if fd is not None and fd not in self._watches:
-            self._watches[fd] = session
-            self.watch_added(fd)
 
     def resume(self, session: Session, conn: Conn, received: int) -> None:
         """Go on with a session over a new connection.
@@ -302,7 +304,7 @@ class Mesh:
         reason, proven, superseded = session.fate
         self._end_loans(session)
         self._cut(session)
-        self._unwatch(session)
+        self.liveness.unwatch(session)
         self.greetings.cancel_redial(session)
         self.publisher.remove(session)
         self.subscriber.remove(session, may_return=not proven)
@@ -343,13 +345,6 @@ class Mesh:
         if waits and self.subscriber.returns.queue:
             self.wake()
 
-    def _unwatch(self, session: Session) -> None:
-        if session.watch is not None:
-            fd = session.watch.fileno()
-            if fd is not None and self._watches.pop(fd, None) is not None:
-                self.watch_removed(fd)
-            session.watch.close()
-
     def dismiss(self, session: Session, reason: str) -> None:
         """A peer has left, or must; it closes once it has read what was sent."""
         conn = session.detach()
@@ -372,48 +367,6 @@ class Mesh:
             if session.name == name:
                 return session
         return None
-
-    # -- time ----------
-
-    def _tick(self, now: float) -> None:
-        stalled = now - self._last_poll
-        self._next_tick = now + self.tick_seconds
-        for session in list(self.sessions.values()):
-            self._check_process(session)
-            if not session.alive or session.timeout is None:
-                self._heartbeat(session, now)
-                continue
-            if stalled > 4 * self.tick_seconds:
-                # It was us who slept: what the peer sent meanwhile is still to come.
-                grace = now - session.timeout + min(1.0, session.timeout / 4)
-                session.last_heard = max(session.last_heard, grace)
-            silent = now - session.last_heard
-            if silent >= session.timeout:
-                self.forget(session, f"silent for {silent:.1f} s")
-            elif session.conn is not None:
-                if session.dialler and silent > 0.6 * session.timeout:
-                    self.disconnect(session, "silent")
-                else:
-                    self._heartbeat(session, now)
-        self.greetings.tick(now)
-        self.subscriber.returns.look_for_children()
-
-    def _heartbeat(self, session: Session, now: float) -> None:
-        interval = 2.5
-        if session.timeout is not None:
-            interval = min(session.timeout / 4, interval)
-        if session.conn is not None and now - session.last_sent >= interval / 2:
-            session.answer(now)
-
-    def _check_process(self, session: Session) -> None:
-        if session.watch is not None and session.watch.ended():
-            self.reader.drain(session)
-            self.forget(session, "its process ended", proven=True)
-
-    def recover(self) -> None:
-        """An exception left the mesh: make it consistent and go on."""
-        polling, self._polling = self._polling, False
-        recover(self, polling=polling)
 
     # -- leaving ----------
 
@@ -441,7 +394,7 @@ class Mesh:
         self.subscriber.returns.close()
         self.conns.clear()
         self.sessions.clear()
-        self._watches.clear()
+        self.liveness.watches.clear()
         for link in self.links:
             link.close()
 

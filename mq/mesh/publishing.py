@@ -29,7 +29,7 @@ COMPLAIN_SECONDS: Final = 5.0
 COPY_BYTES_PER_SECOND: Final = 2e9
 """Assumed speed of copying a large message aside; see `_stream`."""
 
-OWN_BYTES: Final = 32 << 20
+OWN_BYTES: Final = 8 << 20
 """How much is copied aside at a time, between looks at what else there is to do."""
 
 
@@ -66,7 +66,9 @@ class Publishing(Lead):
         if topic is None:
             return False
         published_at = time.time()
+        self._wanted |= self.lock.locked()
         with self.lock:
+            self._wanted = False
             return topic.pass_gate(published_at, data)
 
     def publish(
@@ -112,7 +114,9 @@ class Publishing(Lead):
                     copy(piece, block.area[start : start + len(piece)])
         if frames.areas:
             self._publisher.fill_pieces(frames)
+        self._wanted |= self.lock.locked()
         with self.lock:
+            self._wanted = False
             if self.closing or self.forked or self.mesh.replaced:
                 self._refuse()
             publisher = self._publisher
@@ -155,7 +159,7 @@ class Publishing(Lead):
             self._stream(topic, message, stream)
             now = time.monotonic()
         self._sent(now, held_until)
-        if held_until is not None:
+        if held_until is not None and type(message.data) is bytes:
             topic.open_gate(now, published_at)
 
     def _own(self, topic: Topic, message: Outgoing, most_bytes: int | None) -> bool:
@@ -181,9 +185,11 @@ class Publishing(Lead):
                 if not self._sleep(deadline):
                     break
                 self._poll()
+                self._give_way()
                 self._publisher.free_received(topic, message, sessions)
             while not self._own(topic, message, OWN_BYTES):
                 self._poll()  # new memory may be slow, and peers must hear of us
+                self._give_way()
         finally:
             self._own(topic, message, None)
             self._leave()

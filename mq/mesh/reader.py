@@ -11,7 +11,12 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from mq.mesh import wire
-from mq.mesh.session import ANSWER_FRAMES, ANSWER_SECONDS, Session
+from mq.mesh.session import (
+    ANSWER_FRAMES,
+    ANSWER_SECONDS,
+    BYTES_PER_TURN,
+    Session,
+)
 from mq.mesh.wire import Malformed
 
 if TYPE_CHECKING:
@@ -45,6 +50,7 @@ class Reader:
 
     Attributes:
         stopped_early: Whether a connection had its turn and may have more.
+        had_its_fill: Whether that was because of `BYTES_PER_TURN`.
         until_message: Whether to stop at the first message for `recv`.
     """
 
@@ -55,6 +61,7 @@ class Reader:
         self._complained: set[str] = set()
         self.stopped_early = False
         self.until_message = False
+        self.had_its_fill = False
 
     def read(self, session: Session, conn: Conn, first: Message | None = None) -> None:
         """Handle what has arrived on a session's connection.
@@ -65,12 +72,17 @@ class Reader:
         now = self._mesh.clock()
         if session.partial is not None:
             session.last_heard = now  # a piece of a body; the whole may take long
+        stats = session.stats
+        enough = stats.received_bytes + BYTES_PER_TURN
         try:
             for _ in range(FRAMES_PER_TURN):
                 if session.partial is not None:
                     if not self._finish_body(session, conn, now):
                         return
                     continue
+                if stats.received_bytes >= enough:
+                    self.had_its_fill = True
+                    break
                 message = first or conn.receive()
                 if message is None:
                     return

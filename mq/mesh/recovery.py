@@ -27,7 +27,7 @@ def recover(mesh: Mesh, *, polling: bool) -> None:
     sessions = list(mesh.sessions.values())
     for session in sessions:
         session.repair()
-        mesh.watch(session)
+        mesh.liveness.watch(session)
     mesh.publisher.repair(sessions)
     mesh.subscriber.repair(sessions)
     mesh.greetings.recover()

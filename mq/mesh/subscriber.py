@@ -12,8 +12,9 @@ from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.copying import Copies
 from mq.mesh.inbox import Inbox
-from mq.mesh.incoming import Arrivals, Borrow, Run, Source, Subscription
+from mq.mesh.incoming import Arrivals, Borrow, Run, Source
 from mq.mesh.large import Take
+from mq.mesh.subscription import Subscription
 from mq.mesh.wire import Chunk, Malformed, Subscribed
 from mq.stats import TopicStats
 
@@ -150,7 +151,7 @@ class Subscriber:
                     self._tell(subscription, session)
                 elif subscription.keep is None:
                     source.count_again(self.inbox.fifo)
-                    source.grant()
+                    subscription.grant(source)
                     session.control(wire.CREDIT, [source.credit()])
 
     def unconfirmed(self, subscription: Subscription) -> list[Session]:
@@ -324,6 +325,7 @@ class Subscriber:
 
     def grant(self, source: Source) -> None:
         """Tell the publisher of more credit, if it is still there and gets more."""
-        if source.session in source.subscription.sources and source.grant():
+        subscription = source.subscription
+        if source.session in subscription.sources and subscription.grant(source):
             source.session.control(wire.CREDIT, [source.credit()])
             self.owed.append(source.session)

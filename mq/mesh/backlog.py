@@ -1,0 +1,267 @@
+"""What a member still owes one peer: messages in turn, and the frames made of them.
+
+It sends nothing itself. What must not be lost is first appended where it goes to and
+only then removed where it came from: an exception in between makes a repetition, which
+the peer drops by its number or by the message's sequence, and never a gap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from mq.mesh import wire
+from mq.mesh.frame import Frame
+from mq.mesh.large import Large, Take
+from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, Feed, Outgoing, Topic
+from mq.mesh.wire import Malformed
+
+if TYPE_CHECKING:
+    from mq.lending import Block
+
+CHUNKS_PER_ANSWER: Final = 4
+
+
+class Backlog:
+    """Messages of one peer's subscriptions, and the frames that it has not received.
+
+    Attributes:
+        feeds: The peer's subscriptions by id.
+        busy: Those with something to be framed, in turn.
+        frames: Numbered frames until the peer has received them.
+        sent: How many of these were sent over the present connection.
+        number: Of the newest frame.
+        batches_unanswered: How many of the frames are batches.
+        batch_at: When a batch that waits for more messages is due, or what is left of a
+            turn that was too long; or None.
+        lends: Whether large messages are lent to the peer in place of sent.
+        devices: Whose tensors travel to the peer, and where they arrive there; None
+            before the first connection.
+    """
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+        self.feeds: dict[int, Feed] = {}
+        self.busy: deque[Feed] = deque()
+        self.frames: deque[Frame] = deque()
+        self.sent = 0
+        self.number = 0
+        self.batches_unanswered = 0
+        self.batch_at: float | None = None
+        self.lends = False
+        self.devices: dict[str, str] | None = None
+
+    # -- queueing ----------
+
+    def control(self, kind: int, content: object) -> None:
+        """Queue a numbered control frame ahead of all messages not yet framed."""
+        self._append(self.control_frame(kind, content))
+
+    def control_frame(self, kind: int, content: object) -> Frame:
+        """The next frame, to be appended to `frames` by the caller."""
+        return Frame(kind, self.number + 1, [wire.encode(content)])
+
+    def introduce(self, parts: Iterable[Sequence[wire.Subscribe]]) -> None:
+        """Queue the session's first frames: all subscriptions, the last one marked."""
+        frames = [
+            Frame(wire.SUBSCRIBE, self.number + n, [wire.encode(part)])
+            for n, part in enumerate(parts, 1)
+        ]
+        frames[-1].flags = wire.FLAG_LAST
+        for frame in frames:
+            self._append(frame)
+
+    def _append(self, frame: Frame) -> None:
+        self.frames.append(frame)
+        self.number = frame.number
+
+    def offer(self, feed: Feed) -> None:
+        """A message was committed to `feed`."""
+        if feed not in self.busy:
+            self.busy.append(feed)
+
+    # -- framing ----------
+
+    def _frame_next(self) -> bool:
+        """Frame what comes next, topics in turn: one chunk, or a batch.
+
+        The frame is appended before its messages leave their queues: an interrupt in
+        between frames them twice, and the peer drops them by their sequence.
+        """
+        busy = self.busy
+        parts: list[bytes] = []
+        completes: list[tuple[Feed, int]] = []
+        size = count = flags = 0
+        for _ in range(len(busy)):
+            feed = busy[0]
+            message = feed.head()
+            if message is None:
+                # A keep-last feed comes back when its message has been received.
+                busy.popleft()
+                continue
+            if isinstance(message.data, Large):
+                if parts:
+                    break
+                busy.rotate(-1)
+                if self.lends and message.data.block is not None:
+                    self._append_lent(feed, message, message.data, message.data.block)
+                else:
+                    self._append_chunk(feed, message, message.data)
+                return True
+            run = feed.small(message, BATCH_MESSAGES - count, BATCH_BYTES - size)
+            parts += wire.pack_run(feed.subscription, *run)
+            size += sum(map(len, run.areas))
+            count += len(run.areas)
+            if feed.keep is not None:
+                flags = wire.FLAG_ANSWER
+            completes.append((feed, run.first + len(run.areas) - 1))
+            busy.rotate(-1)
+            if size >= BATCH_BYTES or count >= BATCH_MESSAGES:
+                break
+        if not parts:
+            return False
+        self._append(Frame(wire.DATA, self.number + 1, parts, flags, completes))
+        for feed, sequence in completes:
+            feed.framed(sequence)
+            feed.topic.trim()
+            if feed.head() is None:
+                busy.remove(feed)
+        self.batches_unanswered += 1
+        self.batch_at = None
+        return True
+
+    def _append_lent(
+        self, feed: Feed, message: Outgoing, large: Large, block: Block
+    ) -> None:
+        sequence = message.sequence
+        head = wire.LENT_HEAD.pack(
+            feed.subscription,
+            block.segment.id,
+            sequence,
+            message.published_at,
+            block.offset,
+            len(block.area),
+        )
+        flags = 0 if feed.keep is None else wire.FLAG_ANSWER
+        completes = [(feed, sequence)]
+        number = self.number + 1
+        self._append(Frame(wire.LENT, number, [head], flags, completes, large))
+        feed.framed(sequence)
+        feed.topic.trim()
+
+    def _append_chunk(self, feed: Feed, message: Outgoing, large: Large) -> None:
+        index = 0 if feed.progress is None else feed.progress[1]
+        large.cut_block()
+        if not large.devices.issubset(self.devices or ()):
+            large = large.stage(self._take)
+        chunk = large.chunks[index]
+        assert chunk is not None
+        last = index + 1 == len(large.chunks)
+        head = wire.CHUNK_HEAD.pack(
+            feed.subscription,
+            len(chunk.part),
+            message.sequence,
+            message.published_at,
+            len(large),
+            chunk.offset,
+        )
+        parts = [head, chunk.part]
+        if large.areas:
+            place = wire.pack_piece(chunk.area, chunk.start, large.areas)
+            parts.insert(1, place)
+        flags = wire.FLAG_LAST if last else 0
+        if chunk.piece is not None:
+            flags |= wire.FLAG_TENSOR
+        if last or (index + 1) % CHUNKS_PER_ANSWER == 0:
+            flags |= wire.FLAG_ANSWER
+        self._append(
+            Frame(
+                wire.PIECE if large.areas else wire.CHUNK,
+                self.number + 1,
+                parts,
+                flags,
+                [(feed, message.sequence)] if last else None,
+                large,
+                index,
+            )
+        )
+        begins = feed.progress is None
+        feed.progress = None if last else (message, index + 1)
+        feed.on_wire = feed.keep is not None
+        if begins:
+            feed.framed(message.sequence)
+            feed.topic.trim()
+
+    # -- what the peer has received ----------
+
+    def forget_received(self, number: int) -> bool:
+        """The peer has all frames up to `number`; whether that was news.
+
+        Raises:
+            Malformed: No frame of that number was sent.
+        """
+        if number > self.number:
+            raise Malformed(f"frame {number} received, but {self.number} is the newest")
+        frames = self.frames
+        news = False
+        while frames and frames[0].number <= number:
+            frame = frames[0]
+            news = True
+            for feed, sequence in frame.completes or ():
+                feed.received = max(feed.received, sequence)
+                if feed.on_wire:
+                    feed.on_wire = False
+                    if feed.head() is not None and feed not in self.busy:
+                        self.busy.append(feed)
+            # Forgotten last, so that an interrupt cannot lose what it completed.
+            frames.popleft()
+            if self.sent:
+                self.sent -= 1
+            if frame.kind == wire.DATA:
+                self.batches_unanswered -= 1
+        return news
+
+    def repair(self) -> None:
+        """Derive again what an exception in mid-frame may have left undone."""
+        self.batches_unanswered = sum(f.kind == wire.DATA for f in self.frames)
+        if self.frames:
+            self.number = max(self.number, self.frames[-1].number)
+        self.batch_at = None
+        leaving = {feed for f in self.frames for feed, _ in f.completes or ()}
+        for feed in self.feeds.values():
+            begun = feed in leaving or feed.progress is not None
+            feed.on_wire = feed.keep is not None and begun
+            if feed not in self.busy:
+                self.busy.append(feed)
+
+    def unsent(self, topic: Topic, message: Outgoing) -> bool:
+        """Whether some keep-all part of a large message has never been handed over."""
+        for frame in self.frames:
+            if frame.large is message.data and not frame.sent_before:
+                return True
+        return any(
+            (feed.progress is not None and feed.progress[0].data is message.data)
+            or (feed.keep is None and feed.needs(message))
+            for feed in topic.feeds
+            if feed.session is self
+        )
+
+    def first_needed(self, topic: Topic, message: Outgoing) -> int:
+        """The first chunk of a large message that may still have to be sent."""
+        assert isinstance(message.data, Large)
+        needed = self.chunks_needed(topic, message)
+        return min(needed, default=len(message.data.chunks))
+
+    def chunks_needed(self, topic: Topic, message: Outgoing) -> set[int]:
+        """Chunks of a large message that this session may still have to send."""
+        large = message.data
+        assert isinstance(large, Large)
+        needed = {f.chunk for f in self.frames if f.large is large}
+        for feed in topic.feeds:
+            if feed.session is self:
+                if feed.progress is not None and feed.progress[0].data is large:
+                    needed.update(range(feed.progress[1], len(large.chunks)))
+                if feed.needs(message):
+                    needed.update(range(len(large.chunks)))
+        return needed

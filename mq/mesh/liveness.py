@@ -1,0 +1,84 @@
+"""Whether peers live: their processes are watched, their silence is measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from mq.mesh.mesh import Mesh
+    from mq.mesh.session import Session
+
+MAX_TICK: Final = 0.25
+"""Seconds between looks at the peers' liveness, at most."""
+
+
+class Liveness:
+    """Forgets peers that have died or fallen silent, and shows them that we live.
+
+    Attributes:
+        tick_seconds: How often `tick` is to be called.
+        watches: Sessions by the descriptor that tells when the peer's process ends.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.tick_seconds = MAX_TICK
+        if mesh.config.peer_timeout is not None:
+            self.tick_seconds = min(MAX_TICK, mesh.config.peer_timeout / 8)
+        self.watches: dict[int, Session] = {}
+
+    def watch(self, session: Session) -> None:
+        """Watch the process of a peer, where that can be done; idempotent."""
+        if session.watch is None:
+            session.watch = self._mesh.config.watch(session.peer.process)
+        fd = None if session.watch is None else session.watch.fileno()
+        if fd is not None and fd not in self.watches:
+            self.watches[fd] = session
+            self._mesh.watch_added(fd)
+
+    def unwatch(self, session: Session) -> None:
+        """The peer is gone; its process need not be watched any more."""
+        if session.watch is not None:
+            fd = session.watch.fileno()
+            if fd is not None and self.watches.pop(fd, None) is not None:
+                self._mesh.watch_removed(fd)
+            session.watch.close()
+
+    def check_process(self, session: Session) -> None:
+        """Forget the peer if its process has ended, once all it sent is read."""
+        if session.watch is not None and session.watch.ended():
+            self._mesh.reader.drain(session)
+            self._mesh.forget(session, "its process ended", proven=True)
+
+    def tick(self, now: float, stalled: float) -> None:
+        """Look at every peer.
+
+        Args:
+            now: The time by the mesh's clock.
+            stalled: Seconds for which this member has not polled.
+        """
+        for session in list(self._mesh.sessions.values()):
+            self.check_process(session)
+            if not session.alive or session.timeout is None:
+                _heartbeat(session, now)
+                continue
+            if stalled > 4 * self.tick_seconds:
+                # It was us who slept: what the peer sent meanwhile is still to come.
+                grace = now - session.timeout + min(1.0, session.timeout / 4)
+                session.last_heard = max(session.last_heard, grace)
+            silent = now - session.last_heard
+            if silent >= session.timeout:
+                self._mesh.forget(session, f"silent for {silent:.1f} s")
+            elif session.conn is not None:
+                if session.dialler and silent > 0.6 * session.timeout:
+                    self._mesh.disconnect(session, "silent")
+                else:
+                    _heartbeat(session, now)
+
+
+def _heartbeat(session: Session, now: float) -> None:
+    interval = 2.5
+    if session.timeout is not None:
+        interval = min(session.timeout / 4, interval)
+    if session.conn is not None and now - session.last_sent >= interval / 2:
+        session.answer(now)

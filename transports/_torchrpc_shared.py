@@ -1,0 +1,119 @@
+"""The TensorPipe agent that all queues of a process share: its start and its end.
+
+The first queue starts it and the last one closes it. No future is resolved after it is
+gone, and nothing of it is pending when the interpreter exits, for that would abort the
+process. A forked child lets go of it, and is refused one of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+
+import torch
+
+from mq.errors import ForkedProcess, TransportUnavailable
+from transports import _torchrpc_native as native
+from transports import _torchrpc_net as net
+from transports._torchrpc_agent import Agent, Options
+from transports._torchrpc_calls import receivers
+
+_lock = threading.Lock()
+_current: Agent | None = None
+_used_by = 0
+_tested: set[tuple[int, ...]] = set()
+
+
+def acquire(options: Options) -> Agent:
+    """The agent of this process, started if this is its first user.
+
+    Raises:
+        ForkedProcess: This process was forked from one that has used an agent.
+        TransportUnavailable: TensorPipe cannot start here.
+        ValueError: An agent with other options runs in this process.
+    """
+    global _current, _used_by
+    with _lock:
+        if _used_by not in (0, os.getpid()):
+            raise ForkedProcess(
+                f"torchrpc was used in process {_used_by}, of which this one is a "
+                "fork, and TensorPipe does not survive that; start processes with the "
+                "method 'spawn' or 'forkserver', or fork before the first connect"
+            )
+        if _current is None:
+            if not _used_by:
+                os.register_at_fork(after_in_child=_forked)
+                atexit.register(_exit)
+            _used_by = os.getpid()
+            _current = _start(options)
+        elif not _current.worker and _current.options != options:
+            raise ValueError(
+                f"another torchrpc queue of this process runs with {_current.options}, "
+                f"this one asks for {options}; a process has one TensorPipe agent, so "
+                "give all queues the same options"
+            )
+        _current.users += 1
+        return _current
+
+
+def release(agent: Agent) -> None:
+    """Undo `acquire`; the last user stops the agent."""
+    global _current
+    with _lock:
+        agent.users -= 1
+        if agent.users == 0 and agent is _current:
+            _current = None
+            agent.close()
+            native.log_level.restore()
+
+
+def _start(options: Options) -> Agent:
+    agent = Agent(options)
+    native.log_level.raise_to_errors()
+    try:
+        agent.start()
+        if not agent.worker:
+            net.check_url(agent.url, options.transports)
+            if options.devices not in _tested:
+                agent.self_test()
+                _tested.add(options.devices)
+    except OSError:
+        _give_up(agent)
+        raise
+    except Exception as error:  # whatever a torch of another version raises
+        _give_up(agent)
+        first = str(error).partition("\n")[0]
+        raise TransportUnavailable(
+            f"TensorPipe of torch {torch.__version__} does not start with transports "
+            f"{options.transports} and channels {options.channels}: {first}. Its "
+            "private interface is used here, tested with torch 2.13"
+        ) from error
+    except BaseException:  # Ctrl-C
+        _give_up(agent)
+        raise
+    return agent
+
+
+def _give_up(agent: Agent) -> None:
+    with contextlib.suppress(Exception):  # the first error is the one to tell
+        agent.close()
+    native.log_level.restore()
+
+
+def _forked() -> None:
+    global _lock, _current
+    _lock = threading.Lock()
+    if _current is not None:
+        _current.leak()
+    _current = None
+    receivers.clear()
+
+
+def _exit() -> None:
+    """Callbacks that are pending when the interpreter exits would abort it."""
+    global _current
+    agent, _current = _current, None
+    if agent is not None and _used_by == os.getpid():
+        agent.close()
