@@ -209,6 +209,8 @@ def _send_to_a_process(
         try:
             assert ours.poll(PATIENCE)
             assert ours.recv() == "subscribed"
+            peers = queue.describe()["peers"]
+            assert peers["b"]["connection"]["agent"].startswith("uv://")
             sizes = (0, 1, 1000, 300_000, 2_000_000)
             ours.send(len(sizes))
             for number, size in enumerate(sizes):
@@ -221,8 +223,6 @@ def _send_to_a_process(
                 assert (sequence, where, got) == (number, device or source, y)
                 assert where == "meta" or total == size * (size - 1) // 2
                 assert nbytes > 4 * size
-            peers = queue.describe()["peers"]
-            assert peers["b"]["connection"]["agent"].startswith("uv://")
         finally:
             process.join(PATIENCE)
             process.kill()
