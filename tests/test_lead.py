@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,3 +98,23 @@ def test_in_the_middle_of_something_long_others_get_the_lock(lead: Lead) -> None
         assert got.is_set()
         assert lead.lock.locked()
     thread.join()
+
+
+def test_a_leader_is_told_what_a_follower_left_unfinished(lead: Lead) -> None:
+    """A turn that ended early; else both would sleep until something arrives."""
+    lead._leader = threading.get_ident() + 1
+    lead._asleep_until = 2.0
+    lead.mesh.next_deadline = lambda: 1.0  # type: ignore[method-assign]
+    with lead.lock:
+        assert lead._sleep(time.monotonic() + 0.001)
+    assert wakes(lead) == 1
+
+
+def test_a_follower_leaves_a_leader_that_wakes_in_time_alone(lead: Lead) -> None:
+    """Waking it costs a system call and the interpreter lock."""
+    lead._leader = threading.get_ident() + 1
+    lead._asleep_until = 1.0
+    lead.mesh.next_deadline = lambda: 1.0  # type: ignore[method-assign]
+    with lead.lock:
+        assert lead._sleep(time.monotonic() + 0.001)
+    assert wakes(lead) == 0

@@ -152,6 +152,8 @@ class Lead:
                 until = min(until, deadline)
             self._wait_for_events(until, now, me)
         else:
+            if self.mesh.next_deadline() < self._asleep_until:
+                self.poller.wake()  # what this call left unfinished is the leader's
             self._followers += 1
             try:
                 self._changes.wait(None if deadline is None else deadline - now)
