@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mq.mesh.lead import Lead
+from mq.mesh.lead import IDLE_SECONDS, Lead
 
 
 class CountingPoller:
@@ -118,3 +118,12 @@ def test_a_follower_leaves_a_leader_that_wakes_in_time_alone(lead: Lead) -> None
     with lead.lock:
         assert lead._sleep(time.monotonic() + 0.001)
     assert wakes(lead) == 0
+
+
+def test_a_keeper_that_naps_is_told_of_a_turn_that_ended_early(lead: Lead) -> None:
+    """`recv` of what is ready never leads, and keeps the keeper from leading."""
+    lead._nap_until = time.monotonic() + IDLE_SECONDS
+    lead.mesh.batch_deadline = lambda: 0.0  # type: ignore[method-assign]
+    lead._nudge()
+    assert lead._bell.acquire(timeout=0)
+    assert lead._batch_at == 0.0

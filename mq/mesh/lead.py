@@ -234,6 +234,7 @@ class Lead:
     def _nudge(self) -> None:
         """After sending outside of the lead: keep the sleeping leader up to date."""
         if self._leader is None:
+            self._batch_at = self.mesh.batch_deadline()
             self._need_keeper(time.monotonic())
         elif self._leader != threading.get_ident():
             # The engine may have taken in, while sending, what would have woken it.
