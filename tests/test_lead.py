@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mq.mesh.lead import Lead
+from mq.mesh.lead import IDLE_SECONDS, Changes, Lead
 
 
 class CountingPoller:
@@ -20,6 +21,9 @@ class CountingPoller:
     def register(self, fd: int) -> None: ...
 
     def unregister(self, fd: int) -> None: ...
+
+    def wait(self, timeout: float | None, spin: bool) -> list[int]:
+        return []
 
     def wake(self) -> None:
         self.wakes += 1
@@ -97,3 +101,75 @@ def test_in_the_middle_of_something_long_others_get_the_lock(lead: Lead) -> None
         assert got.is_set()
         assert lead.lock.locked()
     thread.join()
+
+
+def test_a_leader_is_told_what_a_follower_left_unfinished(lead: Lead) -> None:
+    """A turn that ended early; else both would sleep until something arrives."""
+    lead._leader = threading.get_ident() + 1
+    lead._asleep_until = 2.0
+    lead.mesh.next_deadline = lambda: 1.0  # type: ignore[method-assign]
+    with lead.lock:
+        assert lead._sleep(time.monotonic() + 0.001)
+    assert wakes(lead) == 1
+
+
+def test_a_follower_leaves_a_leader_that_wakes_in_time_alone(lead: Lead) -> None:
+    """Waking it costs a system call and the interpreter lock."""
+    lead._leader = threading.get_ident() + 1
+    lead._asleep_until = 1.0
+    lead.mesh.next_deadline = lambda: 1.0  # type: ignore[method-assign]
+    with lead.lock:
+        assert lead._sleep(time.monotonic() + 0.001)
+    assert wakes(lead) == 0
+
+
+def test_a_keeper_that_naps_is_told_of_a_turn_that_ended_early(lead: Lead) -> None:
+    """`recv` of what is ready never leads, and keeps the keeper from leading."""
+    lead._nap_until = time.monotonic() + IDLE_SECONDS
+    lead.mesh.batch_deadline = lambda: 0.0  # type: ignore[method-assign]
+    lead._nudge()
+    assert lead._bell.acquire(timeout=0)
+    assert lead._batch_at == 0.0
+
+
+class InterruptedLock:
+    """A lock whose first `acquire` is interrupted while it waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._interrupted = False
+        self.locked = self._lock.locked
+        self.release = self._lock.release
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if self._interrupted or not blocking:
+            return self._lock.acquire(blocking)
+        self._interrupted = True
+        raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("where", ["giving way", "waking up", "following"])
+def test_an_interrupt_of_who_takes_the_lock_back_waits_until_it_is_taken(
+    lead: Lead, where: str
+) -> None:
+    """Else it would release what is another thread's by then."""
+    lock: Any = InterruptedLock()
+    lead.lock = lock
+    lead._wanted = True
+    me = threading.get_ident()
+    lead._leader = me
+    calls = {
+        "giving way": lead._give_way,
+        "waking up": lambda: lead._wait_for_events(1.0, 1.0, me),
+        "following": lambda: Changes(lock).wait(0.0),
+    }
+    with lock:
+        with pytest.raises(KeyboardInterrupt):
+            calls[where]()
+        assert lock.locked()

@@ -152,3 +152,26 @@ def test_threads_of_one_process_do_not_spin() -> None:
     """Whom one waits for needs the interpreter lock."""
     with mq.connect("inproc", group="no-spinning", name="a") as queue:
         assert not queue._driver.poller.spins
+
+
+def test_an_interrupt_that_took_a_wake_up_does_not_swallow_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C may come just after the kernel has reported an event."""
+    poller = Poller()
+    look = poller._look
+
+    def interrupted(timeout: float | None) -> list[int]:
+        assert look(timeout)
+        raise KeyboardInterrupt
+
+    try:
+        poller.wake()
+        with monkeypatch.context() as patch:
+            patch.setattr(poller, "_look", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                poller.wait(5.0)
+        poller.wake()
+        assert look(0)
+    finally:
+        poller.close()

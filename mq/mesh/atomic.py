@@ -1,4 +1,4 @@
-"""Changes of several queues that a KeyboardInterrupt cannot leave half done.
+"""Changes that a KeyboardInterrupt cannot leave half done: of queues, and of a lock.
 
 The interpreter looks for signals between bytecodes, never inside one call into C. So
 what must happen as a whole is arranged to be appending to deques, and done by one call.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from operator import methodcaller
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import threading
 
 _consume = deque[None](maxlen=0).extend
 _append = deque.append
@@ -30,3 +33,19 @@ def extend_each(
 ) -> None:
     """Extend every queue by its own items, in one step."""
     _consume(map(_extend, queues, runs))
+
+
+def take_back(lock: threading.Lock) -> None:
+    """Take a lock that was given up in the middle of `with`.
+
+    An interrupt waits until it is taken: `with` would else release another thread's.
+    """
+    taken: deque[bool] = deque()
+    interrupt: BaseException | None = None
+    while not taken:
+        try:
+            taken.extend(map(lock.acquire, (True,)))
+        except BaseException as error:  # noqa: PERF203 - that is what it loops for
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Final, NoReturn
 
 from mq.errors import Closed, ForkedProcess
+from mq.mesh.atomic import take_back
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 
@@ -34,6 +35,17 @@ GIVE_WAY_SECONDS: Final = 50e-6
 """Enough for a waiting thread to wake up and take the lock."""
 _KEEPER: Final = -1
 _NEVER: Final = float("inf")
+
+
+class Changes(threading.Condition):
+    """A condition whose `wait` has the lock in the end, even if it is interrupted."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        super().__init__(lock)
+        self._mutex = lock
+
+    def _acquire_restore(self, state: object) -> None:  # what `wait` takes it back by
+        take_back(self._mutex)
 
 
 class Lead:
@@ -54,7 +66,7 @@ class Lead:
         self.upkeep: Callable[[], None] = lambda: None
         self.upkeep_seconds = 1.0
         self._where = where
-        self._changes = threading.Condition(self.lock)
+        self._changes = Changes(self.lock)
         self._followers = 0
         # A thread has found the lock taken; who gets it takes that back.
         self._wanted = False
@@ -152,6 +164,8 @@ class Lead:
                 until = min(until, deadline)
             self._wait_for_events(until, now, me)
         else:
+            if self.mesh.next_deadline() < self._asleep_until:
+                self.poller.wake()  # what this call left unfinished is the leader's
             self._followers += 1
             try:
                 self._changes.wait(None if deadline is None else deadline - now)
@@ -165,13 +179,13 @@ class Lead:
         ready: list[int] = []
         if me == _KEEPER:
             self._keeper_polls = True
-        self.lock.release()
         try:
+            self.lock.release()
             self._let_others_in()
             ready = self.poller.wait(max(0.0, until - now), me != _KEEPER)
-        finally:
             self._wanted |= self.lock.locked()
-            self.lock.acquire()
+        finally:
+            take_back(self.lock)
             self._wanted = False
             if me == _KEEPER:
                 self._keeper_polls = False
@@ -186,11 +200,11 @@ class Lead:
     def _give_way(self) -> None:
         """In the middle of something long: let a thread that waits have the lock."""
         if self._wanted:
-            self.lock.release()
             try:
+                self.lock.release()
                 self._let_others_in()
             finally:
-                self.lock.acquire()
+                take_back(self.lock)
 
     def _let_others_in(self) -> None:
         """The lock is free, but not fair: who takes it back at once is always first."""
@@ -232,6 +246,7 @@ class Lead:
     def _nudge(self) -> None:
         """After sending outside of the lead: keep the sleeping leader up to date."""
         if self._leader is None:
+            self._batch_at = self.mesh.batch_deadline()
             self._need_keeper(time.monotonic())
         elif self._leader != threading.get_ident():
             # The engine may have taken in, while sending, what would have woken it.

@@ -104,23 +104,31 @@ class Poller:
             The registered descriptors that are readable; none after a time-out or a
             mere wake-up.
         """
-        if not (spin and self.spins):
-            ready = self._look(timeout)
-        else:
-            began = time.monotonic()
-            ready = [] if self._short_waits_left else self._spin(timeout, began)
-            if not ready:
-                ready = self._look(timeout)
-                if ready and time.monotonic() - began < SPIN_SECONDS:
-                    self._short_waits_left = max(0, self._short_waits_left - 1)
-        if self._reader in ready:
-            if not self._edge:
+        try:
+            ready = self._wait(timeout, spin and self.spins)
+            if self._reader in ready and not self._edge:
                 try:
                     os.read(self._reader, 4096)
                 except BlockingIOError:  # another waiting thread was first
                     pass
+        except BaseException:
+            # It may have taken a wake-up; without this no other would ever be written.
+            self._woken = not self._fds
+            raise
+        if self._reader in ready:
             self._woken = False  # only now, else a wake-up in between would stick
             ready.remove(self._reader)
+        return ready
+
+    def _wait(self, timeout: float | None, spin: bool) -> list[int]:
+        if not spin:
+            return self._look(timeout)
+        began = time.monotonic()
+        ready = [] if self._short_waits_left else self._spin(timeout, began)
+        if not ready:
+            ready = self._look(timeout)
+            if ready and time.monotonic() - began < SPIN_SECONDS:
+                self._short_waits_left = max(0, self._short_waits_left - 1)
         return ready
 
     def _spin(self, timeout: float | None, began: float) -> list[int]:
