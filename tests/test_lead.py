@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mq.mesh import lead as lead_module
 from mq.mesh.lead import IDLE_SECONDS, Changes, Lead
 
 
@@ -173,3 +174,21 @@ def test_an_interrupt_of_who_takes_the_lock_back_waits_until_it_is_taken(
         with pytest.raises(KeyboardInterrupt):
             calls[where]()
         assert lock.locked()
+
+
+def test_who_is_interrupted_before_the_lock_is_given_up_still_has_it(
+    lead: Lead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does not wait for itself."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lead_module, "give_up", interrupted)
+    lead._wanted = True
+    with lead.lock:
+        with pytest.raises(KeyboardInterrupt):
+            lead._give_way()
+        with pytest.raises(KeyboardInterrupt):
+            lead._wait_for_events(0.0, 0.0, threading.get_ident())
+        assert lead.lock.locked()

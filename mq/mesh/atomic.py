@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _consume = deque[None](maxlen=0).extend
 _append = deque.append
 _extend: Any = deque.extend
+_release = methodcaller("release")
 
 
 def append_to_all(queues: tuple[deque[Any] | list[Any], ...], item: object) -> None:
@@ -35,11 +36,18 @@ def extend_each(
     _consume(map(_extend, queues, runs))
 
 
-def take_back(lock: threading.Lock) -> None:
-    """Take a lock that was given up in the middle of `with`.
+def give_up(lock: threading.Lock, given: deque[None]) -> None:
+    """Release a lock in the middle of `with`; `given` is not empty from then on."""
+    given.extend(map(_release, (lock,)))
+
+
+def take_back(lock: threading.Lock, given: deque[None]) -> None:
+    """Take a lock again that was given up, if it was.
 
     An interrupt waits until it is taken: `with` would else release another thread's.
     """
+    if not given:
+        return
     taken: deque[bool] = deque()
     interrupt: BaseException | None = None
     while not taken:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Final, NoReturn
 
 from mq.errors import Closed, ForkedProcess
-from mq.mesh.atomic import take_back
+from mq.mesh.atomic import give_up, take_back
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 
@@ -45,7 +46,7 @@ class Changes(threading.Condition):
         self._mutex = lock
 
     def _acquire_restore(self, state: object) -> None:  # what `wait` takes it back by
-        take_back(self._mutex)
+        take_back(self._mutex, deque((None,)))
 
 
 class Lead:
@@ -179,13 +180,14 @@ class Lead:
         ready: list[int] = []
         if me == _KEEPER:
             self._keeper_polls = True
+        given: deque[None] = deque()
         try:
-            self.lock.release()
+            give_up(self.lock, given)
             self._let_others_in()
             ready = self.poller.wait(max(0.0, until - now), me != _KEEPER)
             self._wanted |= self.lock.locked()
         finally:
-            take_back(self.lock)
+            take_back(self.lock, given)
             self._wanted = False
             if me == _KEEPER:
                 self._keeper_polls = False
@@ -200,11 +202,12 @@ class Lead:
     def _give_way(self) -> None:
         """In the middle of something long: let a thread that waits have the lock."""
         if self._wanted:
+            given: deque[None] = deque()
             try:
-                self.lock.release()
+                give_up(self.lock, given)
                 self._let_others_in()
             finally:
-                take_back(self.lock)
+                take_back(self.lock, given)
 
     def _let_others_in(self) -> None:
         """The lock is free, but not fair: who takes it back at once is always first."""
