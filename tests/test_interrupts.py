@@ -19,6 +19,7 @@ from mq.lending import BLOCK_BYTES
 
 EVERYWHERE = "MQ_INTERRUPT_EVERYWHERE" in os.environ
 INLINE_BYTES = 128
+TURN_BYTES = 500  # two chunks: large messages take several turns
 Trace = Callable[[FrameType, str, Any], Any]
 _WATCHED = ("/mq/mesh/", "/mq/borrowing.py")
 
@@ -252,6 +253,8 @@ def check_all_works(world: World, scenario: Scenario, where: str) -> None:
 @pytest.fixture(autouse=True)
 def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+    for module in ("reader", "session"):
+        monkeypatch.setattr(f"mq.mesh.{module}.BYTES_PER_TURN", TURN_BYTES)
 
 
 def points(*, opcodes: bool, lends: int = 0, devices: bool = False) -> list[int]:

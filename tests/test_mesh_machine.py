@@ -32,6 +32,7 @@ TOPICS = ("t", "u")
 PEER_TIMEOUT = 4.0
 INLINE_BYTES = 128
 PIECE_BYTES = 500
+TURN_BYTES = 700  # a few chunks: most large messages take several turns
 HISTORIES = (
     (None, 1, 1 << 20),
     (None, 3, 1 << 20),
@@ -486,5 +487,7 @@ def test_any_interleaving_of_faults_keeps_the_contract(
     """No loss, no double, no gap unreported, no stuck credit, nothing left behind."""
     monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
     monkeypatch.setattr("mq.mesh.copying.PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr("mq.mesh.session.BYTES_PER_TURN", TURN_BYTES)
+    monkeypatch.setattr("mq.mesh.reader.BYTES_PER_TURN", TURN_BYTES)
     profile = "campaign" if "MQ_MACHINE_EXAMPLES" in os.environ else "ci"
     run_state_machine_as_test(MeshMachine, settings=settings.get_profile(profile))
