@@ -148,8 +148,9 @@ class Publishing(Lead):
                 topic, frames, published_at, retain, now, urgent, block
             )
             for feed in topic.feeds:
-                if feed.session.batch_at is not None:
-                    held_until = feed.session.batch_at
+                due = feed.session.batch_at
+                if due is not None and (held_until is None or due < held_until):
+                    held_until = due
         except BaseException:
             self.mesh.recover()
             if message is not None:
