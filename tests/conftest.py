@@ -15,7 +15,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# How long an example takes says nothing on a loaded machine.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 # libuv, in torch, keeps a pipe from its first use on; no test shall seem to leave it.
 importlib.import_module("transports.torchrpc")

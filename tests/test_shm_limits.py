@@ -55,7 +55,14 @@ def _limit_more_memory(queue: mq.MQ, more: int) -> None:
     """Allow so many bytes of address space beyond those in use."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (used + more, most))
+
+
+def _allow_all_memory(queue: mq.MQ) -> None:
+    """Undo that: the member's own end needs memory for a thread."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 SIZES = [50_000 + 37_000 * n for n in range(60)]
@@ -190,6 +197,7 @@ def test_a_reader_that_cannot_map_copies() -> None:
         assert "Cannot allocate memory" in said
         assert "shm_bytes" in said
         assert c.run(hold, 60) == [0, *numbers]
+        b.run(_allow_all_memory)
         c.run(drop, 60)
         until_unused(a)
 
@@ -221,6 +229,7 @@ def test_a_publisher_that_gets_no_more_memory_waits_for_readers() -> None:
         b.run(drop, count)
         assert b.run(receive, 30) == numbers
         waiting.result()
+        a.run(_allow_all_memory)
 
 
 # -- a memory cgroup ----------
