@@ -240,22 +240,11 @@ def run(options: argparse.Namespace, arguments: Sequence[str], output: Path) -> 
             options.quick,
         )
     )
-    path = output / "results.jsonl"
     facts = environment(arguments) | {"planned cells": str(len(planned))}
-    writer = Writer(path, facts)
-    status = 0
-    try:
-        end = start + _QUICK_SECONDS if options.quick else None
-        status = _measure_all(planned, writer, end)
-    except KeyboardInterrupt:
-        print("interrupted: the report covers what was measured", file=sys.stderr)
-        status = 130
-    finally:
-        writer.close()
-    print(report.terminal([path]))
-    for line in report.write([path], output):
-        print(line)
-    return status
+    end = start + _QUICK_SECONDS if options.quick else None
+    return report.on_the_way(
+        output, facts, lambda writer: _measure_all(planned, writer, end)
+    )
 
 
 def _measure_all(planned: Sequence[Cell], writer: Writer, end: float | None) -> int:

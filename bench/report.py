@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from bench.apps.app import QUICK, name_of
 from bench.apps.report import METHOD as APPS_METHOD
 from bench.apps.report import Source, Taken, joined, texts
 from bench.apps.report import conditions as published_apps
-from bench.rows import Result, read
+from bench.rows import Result, Writer, read
 from bench.summary import Run, gather, number, published
 
 DESCRIPTION = """\
@@ -151,6 +151,34 @@ def write(paths: Sequence[Path], directory: Path) -> list[str]:
     shown = page.render(found.run, applications(found), drawn, about)
     whole.write_text(shown, encoding="utf-8")
     return [f"report: {whole}"]
+
+
+def on_the_way(
+    output: Path, facts: dict[str, str], measure: Callable[[Writer], int]
+) -> int:
+    """Measure into `results.jsonl`; print and write the report, also when interrupted.
+
+    Args:
+        output: Where the file and the report go.
+        facts: The conditions of the run.
+        measure: Writes down each row as soon as it is known.
+
+    Returns:
+        What `measure` returned; 130 if it was interrupted.
+    """
+    path = output / "results.jsonl"
+    writer = Writer(path, facts)
+    try:
+        status = measure(writer)
+    except KeyboardInterrupt:
+        print("interrupted: the report covers what was measured", file=sys.stderr)
+        status = 130
+    finally:
+        writer.close()
+    print(terminal([path]))
+    for line in write([path], output):
+        print(line)
+    return status
 
 
 def applications(found: Found) -> list[tables.Text]:

@@ -137,28 +137,19 @@ def _run(
     every = [cell for _, cells in planned for cell in cells]
     facts = environment([]) | {"command": command, "planned cells": str(len(every))}
     facts |= {app.name: _task(app, options) for app in apps}
-    path = output / "results.jsonl"
-    writer = Writer(path, facts)
-    status = 0
-    progress = Progress(every)
-    found: list[Result] = []
-    try:
+
+    def measure_all(writer: Writer) -> int:
+        progress = Progress(every)
+        found: list[Result] = []
         with progress.shown():
             for app, cells in planned:
                 for cell in cells:
                     result = _measure(app, cell, found, output, progress)
                     found.append(result)
                     writer.add(result)
-                    status |= result.status == "failed"
-    except KeyboardInterrupt:
-        print("interrupted: the report covers what was measured", file=sys.stderr)
-        status = 130
-    finally:
-        writer.close()
-    print(report.terminal([path]))
-    for line in report.write([path], output):
-        print(line)
-    return int(status)
+        return int(any(result.status == "failed" for result in found))
+
+    return report.on_the_way(output, facts, measure_all)
 
 
 def _measure(
