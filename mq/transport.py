@@ -129,7 +129,7 @@ class Conn(ABC):
 
     def try_send_piece(self, head: bytes, piece: Piece) -> bool:
         """`try_send` for a body on a device, one of `devices`; it stays as it is."""
-        raise NotImplementedError(f"{type(self).__name__} carries no tensors")
+        raise TypeError(f"{type(self).__name__} carries no tensors")
 
     def let_go(self) -> None:
         """Copy what is still to be read of bodies, for their owner takes them back."""
@@ -156,7 +156,7 @@ class Conn(ABC):
 
     def take_piece(self) -> Piece:
         """The body, where it is a tensor: `holds_piece`."""
-        raise NotImplementedError(f"{type(self).__name__} carries no tensors")
+        raise TypeError(f"{type(self).__name__} carries no tensors")
 
     @abstractmethod
     def discard_body(self) -> None:
@@ -168,7 +168,7 @@ class Conn(ABC):
         Returns:
             As `try_send`. What is sent after True finds the segment mapped.
         """
-        raise NotImplementedError(f"{type(self).__name__} lends no memory")
+        raise TypeError(f"{type(self).__name__} lends no memory")
 
     def borrow(
         self,

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from mq.mesh import wire
+from mq.mesh.feed import Feed
 from mq.mesh.frame import Frame
 from mq.mesh.large import Large, Take
-from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, Feed, Outgoing, Topic
+from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, Outgoing, Topic
 from mq.mesh.wire import Malformed
 
 if TYPE_CHECKING:

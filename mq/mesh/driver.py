@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from mq.mesh.feed import Feed
 from mq.mesh.mesh import Mesh
-from mq.mesh.outgoing import Feed
 from mq.mesh.poller import Poller
-from mq.mesh.publishing import Publishing, check_timeout
+from mq.mesh.publishing import Publishing
+from mq.mesh.waiting import check_timeout
 
 STALE_SECONDS: Final = 0.005
 """`recv` polls at least this often, even while its inbox is full."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mq.mesh.feed import Feed
 from mq.mesh.large import Large
-from mq.mesh.outgoing import Feed
 
 
 class Frame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Final
 
 from mq.mesh import handshake as hs
@@ -173,7 +174,7 @@ class Greetings(Dialling):
             greeter.granted = Granted(greeting, old.id, old)
             answer = mesh.config.greeting(old.id, old.received)
         else:
-            greeter.granted = Granted(greeting, mesh.new_session_id(), None)
+            greeter.granted = Granted(greeting, os.urandom(8).hex(), None)
             answer = mesh.config.greeting(greeter.granted.session_id)
         self._send(conn, greeter, shake.seal(wire.WELCOME, answer))
 

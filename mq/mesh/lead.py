@@ -212,6 +212,8 @@ class Lead:
     def _let_others_in(self) -> None:
         """The lock is free, but not fair: who takes it back at once is always first."""
         if self._wanted:
+            # Not to wait for anything: it is long enough off the processor for a thread
+            # that found the lock taken, and nothing is wrong if that comes later.
             time.sleep(GIVE_WAY_SECONDS)
 
     def _leave(self) -> None:

@@ -11,7 +11,6 @@ which repeats whatever was not finished.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -79,7 +78,6 @@ class Mesh:
         self._next_tick = self._last_poll = clock()
         self.forgotten: list[Greeting] = []
         self._polling = False
-        self._had_its_fill = False
         self._unfinished = False
         self.wake: Callable[[], None] = lambda: None
         self.watch_added: Callable[[int], None] = lambda fd: None
@@ -138,7 +136,9 @@ class Mesh:
                 self.changed += 1
                 self._unfinished = True
                 break  # there may be something to take now
-            if not self._unfinished or reader.had_its_fill or self._had_its_fill:
+            if not self._unfinished or reader.had_its_fill:
+                break
+            if any(session.had_its_fill for session in self.sessions.values()):
                 break
         self._polling = False
 
@@ -149,7 +149,7 @@ class Mesh:
             now: The time by the mesh's clock.
             flush: As for `poll`.
         """
-        sent = self._had_its_fill = False
+        sent = False
         if self.subscriber.returns.queue:
             self.subscriber.give_back()
         for session in self.sessions.values():
@@ -160,7 +160,6 @@ class Mesh:
                 or session.sent < len(session.frames)
             ):
                 sent |= session.pump(now, flush)
-                self._had_its_fill |= session.had_its_fill
         return sent
 
     def next_deadline(self) -> float:
@@ -397,7 +396,3 @@ class Mesh:
         self.liveness.watches.clear()
         for link in self.links:
             link.close()
-
-    def new_session_id(self) -> str:
-        """A random name for a session."""
-        return os.urandom(8).hex()

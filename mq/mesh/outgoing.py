@@ -1,4 +1,4 @@
-"""The publishing side: topics, the messages committed to them, and their subscribers.
+"""The publishing side: topics, and the messages committed to them.
 
 A topic has one log, and each subscriber a position in it. So a commit is one append,
 done in one call into C, whoever is subscribed: a KeyboardInterrupt cannot leave a
@@ -8,18 +8,16 @@ to send are derived from the log and the positions and never stored beside them.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
-from itertools import accumulate, takewhile
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.mesh.atomic import append_to_all
 from mq.mesh.large import INLINE_BYTES, Large
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
-    from mq.mesh.session import Session
+    from mq.mesh.feed import Feed
 
 BATCH_BYTES: Final = 64 * 1024
 BATCH_MESSAGES: Final = 256
@@ -44,201 +42,13 @@ Logged = Outgoing | tuple[float, bytes | Large]
 """What a log holds: a message, with or without its number."""
 
 
-class Small(NamedTuple):
-    """Small messages of one topic, to be framed together."""
-
-    first: int
-    times: list[float]
-    areas: list[bytes]
+NO_LIMIT: Final = 1 << 62
+"""A sequence, or a number of bytes, that is never reached."""
 
 
-class Feed:
-    """The publisher's side of one subscription of one peer.
-
-    Attributes:
-        keep: None for keep-all, else the n of keep-last.
-        next: Sequence of the message to be framed next; see `position`.
-        late: A retained message that comes before all others, until it is framed.
-        progress: The large message that is being sent chunk by chunk, which `next` has
-            passed so that it cannot be replaced, and the index of its next chunk.
-        on_wire: For keep-last, whether a message has left and is not yet received.
-        joined: Sequence of the first message published after the subscription began.
-        first: Sequence of the first message that it gets.
-        received: Highest sequence that has reached the subscriber's inbox.
-        credit_messages: Messages that the subscriber allows since the subscription
-            began; likewise `credit_bytes`.
-    """
-
-    __slots__ = (
-        "base_sequence",
-        "base_total",
-        "credit_bytes",
-        "credit_messages",
-        "first",
-        "joined",
-        "keep",
-        "late",
-        "next",
-        "on_wire",
-        "progress",
-        "received",
-        "session",
-        "subscription",
-        "topic",
-    )
-
-    def __init__(
-        self,
-        session: Session,
-        topic: Topic,
-        subscription: int,
-        keep: int | None,
-        credit_messages: int,
-        credit_bytes: int,
-        seen: int,
-    ) -> None:
-        self.session = session
-        self.topic = topic
-        self.subscription = subscription
-        self.keep = keep
-        self.credit_messages = credit_messages
-        self.credit_bytes = credit_bytes
-        self.progress: tuple[Outgoing, int] | None = None
-        self.on_wire = False
-        newest = topic.newest
-        self.next = self.joined = newest + 1
-        self.base_sequence = newest + 1
-        self.base_total = topic.total()
-        self.first = self.received = newest
-        self.late: Outgoing | None = None
-        retained = topic.retained
-        if retained is not None and retained.sequence > seen:
-            # It counts against the credit as one message of its size.
-            self.base_sequence -= 1
-            self.base_total -= len(retained.data)
-            self.first = retained.sequence
-            self.received = retained.sequence - 1
-            self.late = retained
-
-    # -- credit ----------
-
-    @property
-    def limit_sequence(self) -> int:
-        """The first sequence that is not allowed yet."""
-        return self.base_sequence + self.credit_messages
-
-    @property
-    def limit_total(self) -> int:
-        """While the topic's total is below this, one more message is allowed."""
-        return self.base_total + self.credit_bytes
-
-    def has_credit(self) -> bool:
-        """Whether the next message of the topic may be committed."""
-        if self.keep is not None:
-            return True
-        topic = self.topic
-        return (
-            topic.newest + 1 < self.limit_sequence and topic.total() < self.limit_total
-        )
-
-    # -- what is left to send ----------
-
-    def position(self) -> int:
-        """Sequence of the first message of the log that is still to be framed."""
-        if self.keep is None:
-            return self.next
-        return max(self.next, self.topic.newest + 1 - self.keep)
-
-    def head(self) -> Outgoing | None:
-        """The message to be framed next, or None where there is none now."""
-        if self.progress is not None:
-            return self.progress[0]
-        if self.on_wire:
-            return None
-        topic = self.topic
-        if self.late is not None and (
-            self.keep is None or topic.newest + 1 - self.next < self.keep
-        ):
-            return self.late
-        position = self.position()
-        return topic.message(position) if position <= topic.newest else None
-
-    def small(self, head: Outgoing, messages: int, nbytes: int) -> Small:
-        """The small messages to be framed next, of which `head` is the first.
-
-        Args:
-            messages: How many at most.
-            nbytes: After how many bytes it is enough.
-        """
-        if self.keep is not None or head is self.late:
-            assert isinstance(head.data, bytes)
-            return Small(head.sequence, [head.published_at], [head.data])
-        base, _, log = self.topic.view
-        start = head.sequence - base
-        if start + 1 == len(log):
-            assert isinstance(head.data, bytes)
-            return Small(head.sequence, [head.published_at], [head.data])
-        run = log[start : start + messages]
-        areas: list[Any] = [logged[1] for logged in run]
-        if Large in set(map(type, areas)):
-            areas = list(takewhile(lambda area: type(area) is bytes, areas))
-        sums = list(accumulate(map(len, areas)))
-        if sums[-1] > nbytes:
-            del areas[bisect_left(sums, nbytes) + 1 :]
-        times = [logged[0] for logged in run[: len(areas)]]
-        return Small(head.sequence, times, areas)
-
-    def framed(self, sequence: int) -> None:
-        """The messages up to `sequence` are in frames; `head` comes after them."""
-        if self.late is None or self.late.sequence != sequence:
-            self.next = sequence + 1
-        self.late = None
-        self.on_wire = self.keep is not None
-        self.topic.close_gate()
-
-    def end(self) -> None:
-        """Nothing more is framed, whatever is published."""
-        self.next = _NO_LIMIT  # first: without it the others would mean something else
-        self.late = self.progress = None
-        self.keep = None
-
-    def queued(self) -> int:
-        """How many messages are committed and not in a frame."""
-        late = self.head() is self.late is not None
-        return late + max(0, self.topic.newest + 1 - self.position())
-
-    def queued_bytes(self) -> int:
-        """Their size; of keep-all subscriptions only, the retained message left out."""
-        base, before, log = self.topic.view
-        if self.keep is not None:
-            return 0
-        if self.next == base:
-            return self.topic.total() - before
-        return _size(log[self.next - base :])
-
-    def needs(self, message: Outgoing) -> bool:
-        """Whether a message of the topic has not begun to be framed."""
-        return message.sequence >= self.position() or message is self.late
-
-    # -- what has arrived ----------
-
-    def mark(self) -> int:
-        """Sequence of the last message committed to this subscriber."""
-        newest = self.topic.newest
-        return newest if newest >= self.joined else self.first
-
-    def undelivered(self) -> int:
-        """How many messages were committed and have not reached the subscriber."""
-        newest = self.topic.newest
-        missing = newest - max(self.received, self.joined - 1)
-        return missing + (self.received < self.first)
-
-
-def _size(messages: list[Logged]) -> int:
+def size_of(messages: list[Logged]) -> int:
+    """Bytes of messages."""
     return sum(map(len, map(itemgetter(1), messages)))
-
-
-_NO_LIMIT: Final = 1 << 62
 
 
 class Topic:
@@ -298,7 +108,7 @@ class Topic:
                 return total
         else:
             count = 0
-        total += _size(log[count:])
+        total += size_of(log[count:])
         self._summed = (log, len(log), total)
         return total
 
@@ -321,15 +131,13 @@ class Topic:
         """Derive the limits; call after any change of a feed."""
         self.limit_message = min(
             (feed.session.peer.max_message_bytes for feed in self.feeds),
-            default=_NO_LIMIT,
+            default=NO_LIMIT,
         )
         bounded = [feed for feed in self.feeds if feed.keep is None]
         self.limit_sequence = min(
-            (feed.limit_sequence for feed in bounded), default=_NO_LIMIT
+            (feed.limit_sequence for feed in bounded), default=NO_LIMIT
         )
-        self.limit_total = min(
-            (feed.limit_total for feed in bounded), default=_NO_LIMIT
-        )
+        self.limit_total = min((feed.limit_total for feed in bounded), default=NO_LIMIT)
         self.close_gate()
 
     def has_credit(self) -> bool:
@@ -362,7 +170,7 @@ class Topic:
         if count > 0:
             left = log[count:]
             total = self.total()
-            before = total - _size(left) if left else total
+            before = total - size_of(left) if left else total
             self.view = (base + count, before, left)
             self._summed = (left, len(left), total)  # lets the old log go
             self.close_gate()

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from mq.errors import CodecError, MessageTooLarge
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
+from mq.mesh.feed import Feed
 from mq.mesh.large import INLINE_BYTES, Large, Take, cut
-from mq.mesh.outgoing import Feed, Outgoing, Topic
+from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.wire import Malformed, Subscribe, Subscribed
 
 if TYPE_CHECKING:

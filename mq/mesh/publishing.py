@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Final, NoReturn
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Final
 
 from mq.buffers import copy
-from mq.errors import PublishTimeout
-from mq.mesh import wire
 from mq.mesh.large import INLINE_BYTES, Large
-from mq.mesh.lead import Lead
 from mq.mesh.mesh import Mesh
 from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.poller import Poller
 from mq.mesh.session import Session
+from mq.mesh.waiting import Waiting, check_timeout
 
 if TYPE_CHECKING:
     from mq.frames import Frames
@@ -24,8 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COMPLAIN_SECONDS: Final = 5.0
-"""After which a waiting `publish` logs whom it waits for; then each minute."""
 COPY_BYTES_PER_SECOND: Final = 2e9
 """Assumed speed of copying a large message aside; see `_stream`."""
 
@@ -33,13 +28,7 @@ OWN_BYTES: Final = 8 << 20
 """How much is copied aside at a time, between looks at what else there is to do."""
 
 
-def check_timeout(timeout: float | None) -> None:
-    """Raises: ValueError, TypeError, if this is no time to wait."""
-    if timeout is not None and not timeout >= 0:
-        raise ValueError(f"timeout is {timeout} s; give 0 or more, or None to wait")
-
-
-class Publishing(Lead):
+class Publishing(Waiting):
     """The publishing calls on a mesh; any thread may make them.
 
     Attributes:
@@ -54,7 +43,6 @@ class Publishing(Lead):
         self._lender = lenders[0] if lenders else None
         self._told: set[Session] = set()
         self.devices = frozenset[str]().union(*(link.devices for link in mesh.links))
-        self._waits: Counter[Session] = Counter()
 
     def join(self, name: str, data: bytes) -> bool:
         """Commit a small message that only joins batches that are held.
@@ -301,7 +289,7 @@ class Publishing(Lead):
             f"recv and drop what they have; or {remedy}"
         )
 
-    # -- waiting ----------
+    # -- credit ----------
 
     def _wait_for_credit(
         self, topic: Topic, frames: Frames, deadline: float | None
@@ -314,72 +302,6 @@ class Publishing(Lead):
             deadline,
         )
         self._publisher.check(topic, frames)
-
-    def _wait_for(
-        self,
-        topic: Topic,
-        reached: Callable[[], bool],
-        blockers: Callable[[], Collection[Session]],
-        describe: Callable[[Collection[Session]], str],
-        deadline: float | None,
-        at_once: bool = False,
-    ) -> None:
-        """Wait until nobody keeps the message from being published.
-
-        Args:
-            blockers: Whom it waits for.
-            describe: That in words, with the remedy.
-            at_once: Tell them so at once, not only after a while.
-        """
-        begin = time.monotonic()
-        complain_at = begin + COMPLAIN_SECONDS
-        told: set[Session] = set()
-        try:
-            while True:
-                self._poll(flush=True)
-                self.check()
-                if reached():
-                    return
-                now = time.monotonic()
-                if deadline is not None and now >= deadline:
-                    self._raise_timeout(topic, now - begin, blockers(), describe)
-                if at_once:
-                    self._tell_waiting(blockers(), told)
-                if now >= complain_at:
-                    complain_at = now + 60.0
-                    logger.warning(
-                        "publish on %r has waited %.0f s: %s",
-                        topic.name,
-                        now - begin,
-                        describe(blockers()),
-                    )
-                    self._tell_waiting(blockers(), told)
-                until = complain_at if deadline is None else min(deadline, complain_at)
-                self._sleep(until)
-        finally:
-            topic.stats.blocked_seconds += time.monotonic() - begin
-            self._tell_going_on(told)
-            self._leave()
-
-    def _tell_waiting(self, sessions: Collection[Session], told: set[Session]) -> None:
-        for session in sessions:
-            if session not in told:
-                told.add(session)
-                self._waits[session] += 1
-                if self._waits[session] == 1:
-                    session.control(wire.WAITING, True)
-                    session.pump(time.monotonic(), flush=True)
-
-    def _tell_going_on(self, told: set[Session]) -> None:
-        """The call does not wait any more; perhaps others of this member do."""
-        while told:
-            session = told.pop()
-            self._waits[session] -= 1
-            if self._waits[session] > 0:
-                continue
-            del self._waits[session]
-            if session.alive:
-                session.control(wire.WAITING, False)
 
     @staticmethod
     def _who_lags(sessions: Collection[Session]) -> str:
@@ -394,17 +316,4 @@ class Publishing(Lead):
         return (
             f"no credit: {'; '.join(parts)}. Let them recv faster, raise depth or "
             "window_bytes of their subscription, or use mq.keep_last"
-        )
-
-    def _raise_timeout(
-        self,
-        topic: Topic,
-        seconds: float,
-        blockers: Collection[Session],
-        describe: Callable[[Collection[Session]], str],
-    ) -> NoReturn:
-        raise PublishTimeout(
-            f"{self._where}: not published on {topic.name!r} within {seconds:.3g} s, "
-            f"nobody got the message: {describe(blockers)}",
-            [session.name for session in blockers],
         )

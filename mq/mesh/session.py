@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.mesh import wire
 from mq.mesh.backlog import Backlog
+from mq.mesh.feed import Feed
 from mq.mesh.frame import Frame
 from mq.mesh.handshake import Greeting
 from mq.mesh.large import Large, Take
-from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, Feed, Outgoing, Topic
+from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, Outgoing, Topic
 from mq.mesh.wire import Malformed
 from mq.stats import PeerStats
 
