@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import threading
@@ -50,6 +51,13 @@ def small() -> Iterator[Group]:
 
 HELD: list[Any] = []
 """Payloads that a member keeps between calls."""
+
+
+def replace_constant(module: str, name: str, value: float) -> None:
+    """Change a constant of this process, which must be there and in use."""
+    holder = importlib.import_module(module)
+    assert isinstance(getattr(holder, name), float), (module, name)
+    setattr(holder, name, value)
 
 
 def publish(
@@ -221,13 +229,11 @@ def _start_listening(queue: mq.MQ) -> None:
     handler = logging.Handler()
     said = HELD
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mq.mesh.publishing").addHandler(handler)
+    logging.getLogger("mq.mesh").addHandler(handler)
 
 
 def _complain_soon(queue: mq.MQ) -> None:
-    from mq.mesh import publishing
-
-    publishing.COMPLAIN_SECONDS = 0.2  # type: ignore[misc]
+    replace_constant("mq.mesh.waiting", "COMPLAIN_SECONDS", 0.2)
     _start_listening(queue)
 
 
@@ -273,13 +279,12 @@ def test_a_hoarder_meets_backpressure_that_says_who_holds_how_much(
 
 def _tick_slowly(worker: Any) -> None:
     """Make what is only seen at a tick take for ever."""
-    from mq.mesh import mesh
-
-    mesh.MAX_TICK = 60.0  # type: ignore[misc]
+    replace_constant("mq.mesh.liveness", "MAX_TICK", 60.0)
 
 
-def test_a_waiting_publisher_goes_on_at_once_when_a_view_is_dropped() -> None:
-    """In any thread of the receiver, without any call to the queue: no tick helps."""
+@pytest.fixture
+def hoarded() -> Iterator[tuple[Member, Member]]:
+    """A publisher without memory: the other holds its two views; neither ticks."""
     with group_of(shm_bytes=2 * MIB, peer_timeout=None) as group:
         a, b = group.unconnected("a"), group.unconnected("b")
         for member in (a, b):
@@ -288,32 +293,33 @@ def test_a_waiting_publisher_goes_on_at_once_when_a_view_is_dropped() -> None:
         b.subscribe("t", zero_copy=True)
         a.run(publish, [0, 1])
         assert b.run(hold, 2) == [0, 1]
-        for number in (2, 3, 4):
-            waiting = a.begin(publish, [number])
-            assert not waiting.done(0.2)
-            b.run(drop)
-            waiting.result(timeout=5.0)
-            assert b.run(hold) == [number - 1, number]
+        yield a, b
 
 
-def test_several_waiting_publishers_all_go_on() -> None:
+def test_a_waiting_publisher_goes_on_at_once_when_a_view_is_dropped(
+    hoarded: tuple[Member, Member],
+) -> None:
+    """In any thread of the receiver, without any call to the queue: no tick helps."""
+    a, b = hoarded
+    for number in (2, 3, 4):
+        waiting = a.begin(publish, [number])
+        assert not waiting.done(0.2)
+        b.run(drop)
+        waiting.result(timeout=5.0)
+        assert b.run(hold) == [number - 1, number]
+
+
+def test_several_waiting_publishers_all_go_on(hoarded: tuple[Member, Member]) -> None:
     """One that goes on leaves the others' wish to be told in force."""
-    with group_of(shm_bytes=2 * MIB, peer_timeout=None) as group:
-        a, b = group.unconnected("a"), group.unconnected("b")
-        for member in (a, b):
-            member.ask(_tick_slowly).result()
-            group.connecting(member).result()
-        b.subscribe("t", zero_copy=True)
-        a.run(publish, [0, 1])
-        b.run(hold, 2)
-        waiting = [a.begin(publish, [number]) for number in (2, 3)]
-        assert not any(future.done(0.2) for future in waiting)
-        b.run(drop)
-        wait_until(lambda: any(f.done() for f in waiting), "the first to go on")
-        assert sum(future.done(0.1) for future in waiting) == 1
-        b.run(drop)
-        for future in waiting:
-            future.result(timeout=5.0)
+    a, b = hoarded
+    waiting = [a.begin(publish, [number]) for number in (2, 3)]
+    assert not any(future.done(0.2) for future in waiting)
+    b.run(drop)
+    wait_until(lambda: any(f.done() for f in waiting), "the first to go on")
+    assert sum(future.done(0.1) for future in waiting) == 1
+    b.run(drop)
+    for future in waiting:
+        future.result(timeout=5.0)
 
 
 def test_who_keeps_the_last_makes_nobody_wait(small: Group) -> None:
@@ -457,9 +463,7 @@ def _hold_despite_losses(queue: mq.MQ) -> list[int]:
 
 
 def _be_quick_to_give_back(worker: Any) -> None:
-    from mq import join
-
-    join.IDLE_MEMORY_SECONDS = 0.2  # type: ignore[misc]
+    replace_constant("mq.join", "IDLE_MEMORY_SECONDS", 0.2)
 
 
 def test_segments_that_nobody_uses_are_given_back_on_both_sides() -> None:
