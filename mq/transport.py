@@ -282,6 +282,9 @@ class Link(ABC):
         so the mesh may stop in the middle and come back. It calls `poll` after every
         use of the link before a thread sleeps, so that no descriptor need signal what
         such a use has taken in.
+
+        A call ends, however much arrives meanwhile: a connection that was READABLE and
+        was not emptied is reported again by the next call, after the others.
         """
 
     def describe(self) -> Mapping[str, str]:

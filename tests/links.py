@@ -139,19 +139,24 @@ def does_not_spin_while_refused(make: MakeLink, dialler_sends: bool = True) -> N
         world.members.append(receiver)
         world.nap = 0.02
         ends = world.connect(*((0, 1) if dialler_sends else (1, 0)))
-        ours = ends[not dialler_sends]
-        body = memoryview(bytearray(sender.link.chunk_bytes))
-        deadline = time.monotonic() + PATIENCE
-        quiet = 0
-        while quiet < 3:  # at first the kernel's buffers still fill
-            assert time.monotonic() < deadline, "the sender never came to rest"
-            while ours.try_send(b"head", body):
-                pass
-            sender.events.clear()
-            sender.pump()
-            woken = world.poller.wait(0.05)
-            quiet = 0 if woken or sender.events else quiet + 1
+        _fill(world, ends[not dialler_sends], sender.link.chunk_bytes)
     elsewhere.close()
+
+
+def _fill(world: World, conn: Conn, nbytes: int) -> None:
+    """Send from the first member until it comes to rest, which it must."""
+    sender = world.members[0]
+    body = memoryview(bytearray(nbytes))
+    deadline = time.monotonic() + PATIENCE
+    quiet = 0
+    while quiet < 3:  # at first the kernel's buffers still fill
+        assert time.monotonic() < deadline, "the sender never came to rest"
+        while conn.try_send(b"head", body):
+            pass
+        sender.events.clear()
+        sender.pump()
+        woken = world.poller.wait(0.05)
+        quiet = 0 if woken or sender.events else quiet + 1
 
 
 def serves_others_while_one_is_full(make: MakeLink) -> None:
@@ -171,6 +176,47 @@ def serves_others_while_one_is_full(make: MakeLink) -> None:
         world.until(
             lambda: stalled in world.members[2].conns(What.WRITABLE), "WRITABLE"
         )
+
+
+def ends_a_poll_while_more_arrives(make: MakeLink) -> None:
+    """To a mesh that takes a message at a time from a peer that sends without end.
+
+    Another peer is heard meanwhile.
+    """
+    elsewhere = Poller()
+    with World(make, 2) as world:
+        receiver = Member(make, elsewhere)
+        receiver.reading = False
+        world.members.append(receiver)
+        world.nap = 0.02
+        flooding, flooded = world.connect(0, 2)
+        modest, heard = world.connect(1, 2)
+        place = memoryview(bytearray(4096))
+        _fill(world, flooding, len(place))
+        world.send(modest, b"modest")
+        partial = False
+
+        def take() -> bool:
+            nonlocal partial
+            for count, event in enumerate(receiver.link.poll()):
+                assert count < 100, "a poll goes on and on"
+                if event.conn is heard and event.conn.receive() is not None:
+                    return True
+                if event.conn is flooded and (partial or flooded.receive() is not None):
+                    partial = not flooded.receive_body(place)
+                while flooding.try_send(b"head", place):
+                    world.members[0].pump()
+            return False
+
+        for _ in range(1000):
+            if take():
+                break
+            world.members[0].pump()
+            world.members[1].pump()
+            elsewhere.wait(world.nap)
+        else:
+            raise AssertionError("the other peer is not heard")
+    elsewhere.close()
 
 
 def shows_close_to_the_other_end(make: MakeLink, dialler_closes: bool = True) -> None:

@@ -56,6 +56,7 @@ PROMISES: dict[str, Callable[[MakeLink], None]] = {
         links.refuses_when_full,
         links.does_not_spin_while_refused,
         links.serves_others_while_one_is_full,
+        links.ends_a_poll_while_more_arrives,
         links.shows_close_to_the_other_end,
         links.reports_a_dead_address,
         links.starts_a_new_connection_afresh,

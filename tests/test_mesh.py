@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 from scripted import Parcel, ScriptedConn
-from world import Got, Member, World
+from world import CHUNK_BYTES, Got, Member, World
 
 from mq.errors import MessagesLost
 from mq.mesh import handshake as hs
@@ -447,6 +448,42 @@ def test_a_short_stall_is_no_reason_to_forget_anyone() -> None:
     for member in world.members.values():
         assert len(member.peers()) == 2
         assert member.mesh.stats.forgotten == 0
+
+
+def test_a_peer_hears_of_a_member_that_reads_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Taking in much from others, as memory that is slow allows, is no silence."""
+    monkeypatch.setattr("mq.mesh.reader.BYTES_PER_TURN", CHUNK_BYTES)
+    senders = [f"sender{index}" for index in range(20)]
+    world = World("a", "idle", *senders, peer_timeout=2.0)
+    a, idle = world["a"], world["idle"]
+    a.subscribe("t")
+    world.settle()
+    world.stall("a")
+    for name in senders:
+        assert world[name].publish("t", bytes(1 << 15))
+    world.settle()
+    world.unstall("a")
+    heard = [world.now]
+    receive_body, send = ScriptedConn.receive_body, ScriptedConn.try_send
+
+    def receive_slowly(conn: ScriptedConn, into: memoryview) -> bool:
+        world.now += 0.2
+        return receive_body(conn, into)
+
+    def listen(conn: ScriptedConn, head: bytes, body: memoryview | None = None) -> bool:
+        assert conn.other is not None
+        if conn.other.link is idle.link:
+            heard.append(world.now)
+        return send(conn, head, body)
+
+    monkeypatch.setattr(ScriptedConn, "receive_body", receive_slowly)
+    monkeypatch.setattr(ScriptedConn, "try_send", listen)
+    a.poll()
+    heard.append(world.now)
+    assert heard[-1] - heard[0] > 2.0, "all was read in no time"
+    assert max(after - before for before, after in pairwise(heard)) <= 1.0
 
 
 def test_a_suspended_host_is_no_reason_either() -> None:

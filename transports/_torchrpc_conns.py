@@ -71,7 +71,6 @@ class RpcConn(Conn):
         self._expected = 0
         self._inbox: deque[tuple[bytes, Body]] = deque()
         self._body: Body = None
-        self._taken = 0
         self._final: int | None = None
         self._final_at = 0.0
 
@@ -266,7 +265,6 @@ class RpcConn(Conn):
         if self.closed or not (self._inbox or self._sort()) or self._body is not None:
             return None
         head, self._body = self._inbox.popleft()
-        self._taken += 1
         nbody = 0 if self._body is None else len(self._body)
         held: list[Any] = []
         with self._lock:
@@ -317,10 +315,9 @@ class RpcConn(Conn):
             if event is None:
                 break
             noticed[self] = None
-            before = self._taken
             yield event
-            if event.what is What.READABLE and self._taken == before:
-                return  # the mesh comes back
+            if event.what is What.READABLE and (self._body is not None or self._sort()):
+                return  # the mesh comes back, after others had their turn
         if self._body is None and self._over():
             self._shut()
             yield Event(What.LOST, self, self.reason)

@@ -51,7 +51,6 @@ class _End(Conn):
         self._body: memoryview | None = None
         self._refused = False
         self._closed = False
-        self._taken = 0
         self._first: What | None = None
 
     def begin(self, first: What) -> None:
@@ -97,7 +96,6 @@ class _End(Conn):
                 return None
             head, self._body = self._inbox.popleft()
             nbytes = 0 if self._body is None else self._body.nbytes
-            self._taken += 1
             self._nbytes -= len(head) + nbytes
             roomy = 2 * self._nbytes <= self._link.max_ahead
             resume = peer is not None and peer._refused and roomy
@@ -149,10 +147,9 @@ class _End(Conn):
             if not self._inbox or self._body is not None:
                 break
             noticed[self] = None
-            before = self._taken
             yield Event(What.READABLE, self)
-            if self._taken == before:
-                return
+            if self._inbox or self._body is not None:
+                return  # the mesh comes back, after others had their turn
         if self._pair.broken and not self._closed:
             self.close()
             yield Event(What.LOST, self, self._pair.broken)

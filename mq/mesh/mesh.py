@@ -118,6 +118,8 @@ class Mesh:
             for link in self.links:
                 for event in link.poll():
                     self._handle(event)
+                    if reader.stopped_early and self.clock() >= self._next_tick:
+                        self._tick(self.clock())  # the rest may take long
                     if until_message and subscriber.inbox.fifo:
                         if subscriber.copies:
                             subscriber.copies.go_on()
