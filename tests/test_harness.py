@@ -7,12 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mq
-from mq.testing import Group, MemberDied, Proxy, StepTimeout, expect
+from mq.testing import Group, MemberDied, Proxy, StepTimeout, expect, worker
 from mq.transport import Capabilities
 
 
@@ -125,6 +126,18 @@ def test_hung_and_stopped_members_are_ended(processes: Group) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_file_that_glibc_reads_for_a_moment_is_no_leak(tmp_path: Path) -> None:
+    """Whatever else is open is listed."""
+    leaked = tmp_path / "leaked"
+    with (
+        Path("/proc/sys/vm/overcommit_memory").open(),
+        leaked.open("w"),
+    ):
+        found = worker.descriptors()
+    assert any(str(leaked) in name for name in found)
+    assert not any("overcommit" in name for name in found)
 
 
 def test_expect_names_what_an_error_does_not_say() -> None:
