@@ -79,22 +79,31 @@ def test_names_of_cases_are_unique() -> None:
 
 
 _TLS_CLAUSES = ("Blips", "Close", "Death", "Fork", "edge: Fork", "Interrupt", "Order")
+_PROGRAM = "one_program_runs_the_same_everywhere"
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.clause in _TLS_CLAUSES], ids=str
+    "case",
+    [case for case in CASES if case.clause in _TLS_CLAUSES or case.name == _PROGRAM],
+    ids=str,
 )
 def test_nng_over_tls_keeps_the_clauses_that_depend_on_the_engine(case: Case) -> None:
     """The others are the mesh's, whatever it runs over."""
     run_case("nng:tls", case, **tls_options())
 
 
-@pytest.mark.parametrize("backend", ["nng", "zmq"])
-def test_a_bare_engine_chooses_a_wire_by_itself(backend: str) -> None:
-    """Bare `nng` and `zmq` pass what depends on the choice of an address."""
-    for name in (
+@pytest.mark.parametrize("backend", ["auto:nng", "auto:zmq", "nng", "torchrpc", "zmq"])
+@pytest.mark.parametrize(
+    "name",
+    [
         "order_is_fifo_per_publisher_and_topic",
         "members_that_connect_at_once_all_see_each_other",
+        _PROGRAM,
         "blip_is_resumed",
-    ):
-        run_case(backend, name)
+    ],
+)
+def test_who_chooses_a_wire_by_itself_keeps_what_depends_on_it(
+    backend: str, name: str
+) -> None:
+    """Engines without a wire in their name, combinations, and an alias."""
+    run_case(backend, name)

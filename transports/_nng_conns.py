@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _HELLO = b"tensormq nng 1"
 _BYE = b"bye"
-LINGER_SECONDS = 0.5
+LINGER_SECONDS = 0.4
 _BURST = 32  # messages thrown away at a time while a connection closes
 _LOST = "the connection was lost"
 

@@ -25,7 +25,7 @@ IN, OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 NOW = int(zmq.NOBLOCK)
 BURST = 32
 """Messages taken from one socket before the others have their turn."""
-LINGER_MS = 500
+LINGER_MS = 400
 SIZE_BYTES = 4
 """Bytes in which a head tells the size of its body."""
 

@@ -36,7 +36,7 @@ from transports._torchrpc_sockets import Sockets
 
 logger = logging.getLogger(__name__)
 
-LINGER_SECONDS: Final = 0.5
+LINGER_SECONDS: Final = 0.4
 LOOK_SECONDS: Final = 0.05
 CONTROL_SECONDS: Final = 0.001
 """While messages come, the sockets beside them are looked at no more often."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mq.stream.link import StreamLink
 
 HELLO_BYTES: Final = 8
-LINGER_SECONDS: Final = 0.5
+LINGER_SECONDS: Final = 0.4
 _DISCARDS: Final = 16  # reads at a time while a connection closes
 
 

@@ -220,11 +220,16 @@ def _full_pair(backend: str, options: dict[str, Any]) -> tuple[mq.MQ, mq.MQ, int
     return writer, reader, programs.fill(writer, "t")
 
 
+def _publish_a_loan(writer: mq.MQ) -> None:
+    with writer.loan("t", (4,), "u1") as array:
+        array[:] = 1
+
+
 def _waits(writer: mq.MQ, reader: mq.MQ, call: str) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "recv": writer.recv,
         "publish": lambda: writer.publish("t", "interrupted"),
-        "loan": lambda: writer.loan("t", (4,), "u1").__enter__(),
+        "loan": lambda: _publish_a_loan(writer),
         "wait_for_members": lambda: writer.wait_for_members(9, timeout=None),
         "wait_for_subscribers": lambda: writer.wait_for_subscribers(
             "t", 9, timeout=None
@@ -254,7 +259,7 @@ def _main_thread_waits(worker: Any) -> bool:
     while frame is not None:
         names.add(frame.f_code.co_name)
         frame = frame.f_back
-    return "_waits" in names and _sleeps()
+    return not names.isdisjoint(("_waits", "_waits_in_close")) and _sleeps()
 
 
 def _sleeps() -> bool:
@@ -273,8 +278,9 @@ def _check_after_interrupts(worker: Any) -> None:
     writer.close()
 
 
-def _interrupt(host: Member, call: str) -> float:
-    waiting = host.ask(_interrupted, call)
+def _interrupt(host: Member, call: Callable[..., float], *args: object) -> float:
+    """Interrupt a call once it waits; the seconds until it has ended."""
+    waiting = host.ask(call, *args)
     asks = host.ask(_main_thread_waits, worker_main=False)
     while not asks.result():
         asks = host.ask(_main_thread_waits, worker_main=False)
@@ -288,10 +294,41 @@ def interrupt_ends_every_waiting_call(group: Group) -> None:
     """Within half a second, and an interrupted `publish` did nothing."""
     host = group.process("host")
     host.ask(_make_full_pair, group.backend, group.options()).result()
-    calls = ("recv", "publish", "wait_for_members", "wait_for_subscribers")
-    taken = [_interrupt(host, call) for call in calls]
+    calls = ("recv", "publish", "loan", "wait_for_members", "wait_for_subscribers")
+    taken = [_interrupt(host, _interrupted, call) for call in calls]
     assert max(taken) < 0.5, dict(zip(calls, taken, strict=True))
     host.ask(_check_after_interrupts).result()
+
+
+def _waits_in_close(queue: mq.MQ) -> None:
+    queue.close(linger=STEP)
+
+
+def _interrupted_in_close(worker: Any) -> float:
+    """The time, by the clock of all processes, when `close` was interrupted."""
+    try:
+        _waits_in_close(worker.queue)
+    except KeyboardInterrupt:
+        return time.monotonic()
+    raise AssertionError("close ended by itself")
+
+
+def _close_beside_a_full_peer(group: Group) -> None:
+    """Where members are threads, none can hang; what it has not read keeps nobody."""
+    a, b = group.members("a", "b")
+    b.subscribe("t", depth=1)
+    a.run(programs.fill, "t")
+    a.call("close", linger=0.0)
+
+
+@case("Interrupt", needs="separate_processes", otherwise=_close_beside_a_full_peer)
+def interrupt_ends_close_though_a_peer_hangs(group: Group) -> None:
+    """Within half a second, and nothing of the queue is left."""
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    b.stop()
+    a.publish("t", "never read")
+    assert _interrupt(a, _interrupted_in_close) < 0.5
 
 
 @case("Errors")

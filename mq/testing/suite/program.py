@@ -77,7 +77,7 @@ def _publish_until_told(queue: mq.MQ) -> Published:
                 queue.publish("stream", _payload(number, last=True), timeout=STEP)
                 return Published(number, joined)
             joined = number
-            queue.publish("progress", "heard", timeout=STEP)
+            queue.publish("progress", ("heard", joined), timeout=STEP)
     except mq.Closed:
         return Published(number - 1, joined)
 
@@ -117,15 +117,15 @@ class _Director:
     def __init__(self, member: Member) -> None:
         self.member = member
         self.counts: dict[str, dict[str, int]] = {}
-        self.heard: set[str] = set()
+        self.heard: dict[str, int] = {}
         member.subscribe("progress")
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Take in progress until it is so."""
         while not holds():
             message = self.member.recv()
-            if message.payload == "heard":
-                self.heard.add(message.sender)
+            if isinstance(message.payload, tuple):
+                _, self.heard[message.sender] = message.payload
             else:
                 self.counts[message.sender] = message.payload
 
@@ -162,7 +162,7 @@ def _program(
     late.call("wait_for_subscribers", "control", 3, timeout=STEP)
     late.publish("control", "joined")
     collecting["late"] = late.begin(_collect)
-    director.until(lambda: director.heard == set(names))
+    director.until(lambda: director.heard.keys() == set(names))
     director.until(lambda: director.seen("late", names, ENOUGH))
 
     end(publishers[VICTIM])
@@ -175,29 +175,27 @@ def _program(
         published[VICTIM] = streams[VICTIM].result()
     got = {name: future.result() for name, future in collecting.items()}
     for name, (last, joined) in published.items():
+        assert joined == director.heard[name]
         assert got["early"][name] == list(range(last + 1))
         _is_suffix(got["late"][name], before[name], joined, last)
     gone = got["early"][VICTIM]
     assert len(gone) >= ENOUGH
     assert gone == list(range(len(gone))), "a gap in what the victim had published"
-    _is_suffix(got["late"][VICTIM], before[VICTIM], None, None)
+    _is_suffix(got["late"][VICTIM], before[VICTIM], director.heard[VICTIM], None)
 
 
-def _is_suffix(
-    numbers: list[int], before: int, joined: int | None, last: int | None
-) -> None:
+def _is_suffix(numbers: list[int], before: int, joined: int, last: int | None) -> None:
     """Without a gap, from a message that was committed while `subscribe` ran.
 
     Args:
         before: The first number that may be among them: others had received all below
             when the late subscriber connected.
         joined: The first that must be: it was committed after `subscribe` returned.
-        last: The number of the last message.
+        last: The number of the last message; None: of one that nobody knows.
     """
     first = numbers[0]
     assert first >= before, f"{first} was published before {before}, which was too old"
-    if joined is not None:
-        assert first <= joined, f"{joined} to {first} were published, but are lost"
+    assert first <= joined, f"{joined} to {first} were published, but are lost"
     end = numbers[-1] if last is None else last
     assert numbers == list(range(first, end + 1))
 
