@@ -8,7 +8,7 @@ by Push0/Pull0. Buffers are of the default size, but 1000 messages for Pub0/Sub0
 the bare pyzmq.
 
 ``raw:nng-bus`` is what DI-engine's message queue does: one Bus0 socket for both ways,
-over unix sockets unless told otherwise, and ``topic::`` before a pickled payload.
+over unix sockets, and ``topic::`` before a pickled payload.
 """
 
 from __future__ import annotations
