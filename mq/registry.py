@@ -127,13 +127,20 @@ def _load(name: str) -> tuple[type[Link], Entry]:
         return entry.target, entry
     module_name, _, class_name = entry.target.partition(":")
     try:
-        loaded = getattr(importlib.import_module(module_name), class_name)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         library = entry.library or module_name
         raise TransportUnavailable(
             f"transport {name!r} needs {library}, which cannot be imported ({error}): "
             f"pip install {library}"
         ) from error
+    except AttributeError as error:  # what only other systems have
+        raise TransportUnavailable(
+            f"transport {name!r} cannot run here: importing {module_name} failed: "
+            f"{error}"
+        ) from error
+    try:
+        loaded = getattr(module, class_name)
     except AttributeError as error:
         raise TransportUnavailable(
             f"transport {name!r}: {module_name} has no {class_name}"

@@ -36,6 +36,11 @@ def wire_of(queue: mq.MQ, peer: str) -> str:
     return str(queue.describe()["peers"][peer]["wire"])
 
 
+def shown_wire(queue: mq.MQ, peer: str) -> str:
+    """The same, as `stats()` has it."""
+    return str(queue.stats()["peers"][peer]["wire"])
+
+
 def exchange(a: mq.MQ, b: mq.MQ) -> None:
     """A large and a small message go both ways."""
     for sender, receiver in ((a, b), (b, a)):
@@ -60,6 +65,8 @@ def test_members_of_one_host_share_memory(
             exchange(a, b)
 
             assert wire_of(b, "a").startswith("shm://")
+            assert shown_wire(b, "a") == wire_of(b, "a")
+            assert shown_wire(a, "b").startswith("shm://")
             assert a.stats()["shared"][0]["mapped_bytes"] >= LARGE.nbytes
             assert any("session with a over shm://" in line for line in caplog.messages)
 
@@ -80,7 +87,9 @@ def test_a_member_that_shares_no_memory_is_reached_over_the_wire(
             exchange(b, c)
 
             assert wire_of(b, "a").startswith(f"{wire}://")
+            assert shown_wire(b, "a") == wire_of(b, "a")
             assert wire_of(c, "b").startswith("shm://")
+            assert shown_wire(c, "b") == wire_of(c, "b")
 
 
 def test_an_address_of_neither_is_refused() -> None:

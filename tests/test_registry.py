@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +86,57 @@ def test_a_target_that_is_no_link_is_refused(target: str, reason: str) -> None:
 
     with pytest.raises(TransportUnavailable, match=reason):
         registry.load("odd")
+
+
+@pytest.mark.usefixtures("clean_table")
+def test_a_module_that_misses_something_of_the_system_says_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is another failure than a class which is not there."""
+    source = "import select\nselect.no_such_call\nclass Link: ...\n"
+    (tmp_path / "mq_elsewhere.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.register("elsewhere", "mq_elsewhere:Link")
+
+    with pytest.raises(TransportUnavailable, match=r"cannot run here.*'no_such_call'"):
+        registry.load("elsewhere")
+
+
+ELSEWHERE = """
+import fcntl, os, select, socket
+for module, start in (
+    (socket, "MSG_CMSG_CLOEXEC"), (socket, "SO_PEERCRED"), (os, "memfd_create"),
+    (os, "MFD_"), (os, "eventfd"), (os, "pidfd_"), (fcntl, "F_ADD_SEALS"),
+    (fcntl, "F_GET_SEALS"), (fcntl, "F_SEAL_"), (select, "epoll"), (select, "EPOLL"),
+):
+    for name in [name for name in vars(module) if name.startswith(start)]:
+        delattr(module, name)
+import mq
+from mq import registry
+print(registry.check("shm"))
+try:
+    mq.connect("shm", group="g")
+except mq.TransportUnavailable as error:
+    print(error)
+print(*map(registry.check, registry.names()), sep="\\n")
+"""
+
+
+def test_where_memory_cannot_be_sealed_shm_says_so() -> None:
+    """As on macOS, which lacks what Linux has beside that, too."""
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    checked, connecting, *others = done.stdout.splitlines()
+
+    assert "'shm' cannot run here: it needs sealed memory (memfd_create)" in checked
+    assert connecting == checked
+    assert len(others) == len(registry.names())
+    assert not [reason for reason in others if re.search(r"has no \w+Link", reason)]
 
 
 def test_a_malformed_target_is_refused_at_once() -> None:

@@ -400,8 +400,16 @@ def both_ends(world: World) -> tuple[DescriptorConn, DescriptorConn]:
     return dialled, accepted
 
 
-def test_descriptors_arrive_with_their_message_and_in_order(unix: UnixWorld) -> None:
-    """When `receive` returns a message, its descriptors are there."""
+@pytest.mark.parametrize("flag", [True, False], ids=["MSG_CMSG_CLOEXEC", "without"])
+def test_descriptors_arrive_with_their_message_and_in_order(
+    flag: bool, unix: UnixWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When `receive` returns a message, its descriptors are there; none is inherited.
+
+    Also on systems where `recvmsg` cannot see to that.
+    """
+    if not flag:
+        monkeypatch.setattr("mq.stream.descriptors._CLOEXEC", 0)
     with unix() as world, files(6) as made:
         dialled, accepted = both_ends(world)
         world.members[1].reading = False

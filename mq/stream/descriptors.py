@@ -20,7 +20,7 @@ _KERNEL_MOST: Final = 253
 """Descriptors that the kernel passes with one call at most."""
 _ROOM: Final = socket.CMSG_SPACE(_KERNEL_MOST * array("i").itemsize)
 # As numbers: socket's enumerations take microseconds to combine.
-_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_CLOEXEC: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # macOS has none
 _TRUNCATED: Final = int(socket.MSG_CTRUNC)
 _CREDENTIALS: Final = struct.Struct("3i")
 
@@ -77,7 +77,11 @@ class DescriptorConn(StreamConn):
             for level, kind, data in extras:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     whole = len(data) - len(data) % array("i").itemsize
-                    self.descriptors.extend(array("i", data[:whole]))
+                    received = array("i", data[:whole])
+                    self.descriptors.extend(received)
+                    if not _CLOEXEC:
+                        for fd in received:
+                            os.set_inheritable(fd, False)
         if flags & _TRUNCATED:
             raise OSError(
                 "descriptors that the peer passed could not be received: this process "
