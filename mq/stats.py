@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
+    from mq.mesh.session import Session
 
 
 @dataclass(slots=True)
@@ -51,7 +52,8 @@ class PeerStats:
         malformed: Frames that were not of the protocol.
 
     `stats()` adds `lent_bytes`: messages in this member's memory that the peer has not
-    read, or still has views of.
+    read, or still has views of; and `wire`: the address of the connection, or of the
+    last one while there is none, by which one sees what `auto` chose for this peer.
     """
 
     sent_bytes: int = 0
@@ -83,6 +85,14 @@ class MeshStats:
     lost_connections: int = 0
 
 
+def _of_peer(session: Session) -> dict[str, int | str]:
+    return {
+        "wire": session.wire,
+        **asdict(session.stats),
+        "lent_bytes": session.lent_bytes(),
+    }
+
+
 def of_mesh(mesh: Mesh) -> dict[str, Any]:
     """The counters of a member, as plain dictionaries; the lock is held."""
     inbox = mesh.subscriber.inbox
@@ -98,10 +108,7 @@ def of_mesh(mesh: Mesh) -> dict[str, Any]:
     whole["malformed"] += sum(link.malformed for link in mesh.links)
     return {
         "topics": topics,
-        "peers": {
-            s.name: {**asdict(s.stats), "lent_bytes": s.lent_bytes()}
-            for s in mesh.sessions.values()
-        },
+        "peers": {s.name: _of_peer(s) for s in mesh.sessions.values()},
         "mesh": whole,
         "inbox": len(inbox),
         "shared": [
