@@ -16,6 +16,7 @@ from nng_links import nng_runs
 import mq
 from mq.auto import AutoLink
 from mq.mesh.poller import Poller
+from mq.testing.proxy import Proxy
 from mq.transport import What
 from transports.shm import ShmLink
 
@@ -90,6 +91,30 @@ def test_a_member_that_shares_no_memory_is_reached_over_the_wire(
             assert shown_wire(b, "a") == wire_of(b, "a")
             assert wire_of(c, "b").startswith("shm://")
             assert shown_wire(c, "b") == wire_of(c, "b")
+
+
+def test_memory_that_is_not_shared_is_found_out_by_the_proof(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The unix socket connects, but through a relay that passes bytes only."""
+    with join("a") as a:
+        (path,) = runtime.rglob("*.shm")
+        behind = path.rename(path.with_suffix(".real"))
+        relay = Proxy(f"shm://{behind}", str(path), passes_descriptors=False)
+        try:
+            with caplog.at_level(logging.INFO, "mq"), join("b") as b:
+                exchange(a, b)
+
+                assert shown_wire(a, "b").startswith("tcp://")
+                assert shown_wire(b, "a").startswith("tcp://")
+                assert any(
+                    "session with a over tcp://" in line for line in caplog.messages
+                )
+                assert a.stats()["shared"][0]["mapped_bytes"] == 0
+                eventually(lambda: a.stats()["mesh"]["malformed"] > 0)
+        finally:
+            relay.close()
+            behind.unlink()
 
 
 def test_an_address_of_neither_is_refused() -> None:

@@ -49,8 +49,9 @@ def another(address: str, path: str) -> str | None:
 class _Side:
     """One socket of a pair, and what the other side read for it."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, passes_descriptors: bool) -> None:
         self.sock = sock
+        self._takes_descriptors = passes_descriptors and sock.family == socket.AF_UNIX
         self.other: _Side = self
         self.waiting = bytearray()
         self.connecting = False
@@ -59,7 +60,7 @@ class _Side:
 
     def receive(self) -> bytearray:
         """What has arrived, for the other side, which gets its descriptors too."""
-        if self.sock.family != socket.AF_UNIX:
+        if not self._takes_descriptors:  # the kernel then drops what there are
             return bytearray(self.sock.recv(_PIECE))
         piece, descriptors, _, _ = socket.recv_fds(self.sock, _PIECE, _DESCRIPTORS)
         self.other.descriptors += descriptors
@@ -86,13 +87,18 @@ class Proxy:
         address: What to dial in place of the address behind it.
     """
 
-    def __init__(self, behind: str, path: str) -> None:
+    def __init__(
+        self, behind: str, path: str, *, passes_descriptors: bool = True
+    ) -> None:
         """Start.
 
         Args:
             behind: Address to pass on to: ``scheme://host:port`` or ``scheme:///path``.
             path: Where to make a socket file, for the second form.
+            passes_descriptors: Whether those of files come through, or bytes only, as
+                over a relay to another machine.
         """
+        self._passes_descriptors = passes_descriptors
         scheme, host, port = _parse(behind)
         if port:
             self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -193,7 +199,8 @@ class Proxy:
     def _accept(self) -> None:
         client, _ = self._listener.accept()
         server = socket.socket(self._family, socket.SOCK_STREAM)
-        ends = _Side(client), _Side(server)
+        passes = self._passes_descriptors
+        ends = _Side(client, passes), _Side(server, passes)
         ends[0].other, ends[1].other = ends[1], ends[0]
         ends[1].connecting = True
         for side in ends:
