@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,22 @@ def test_memory_that_is_not_shared_is_found_out_by_the_proof(
         finally:
             relay.close()
             behind.unlink()
+
+
+def test_only_auto_takes_another_wire(runtime: Path) -> None:
+    """Members of `shm` that cannot reach each other do not connect."""
+    with join("a", "shm") as a:
+        a.subscribe("t")
+        (path,) = runtime.rglob("*.shm")
+        path.unlink()
+        reason = re.escape(f"cannot dial shm://{path}: No such file")
+        with pytest.raises(mq.ConnectTimeout, match=reason):
+            mq.connect("shm", group="auto", name="b", connect_timeout=1.0)
+
+        assert [member.name for member in a.members()] == ["a"]
+        assert a.stats()["peers"] == {}
+        with pytest.raises(mq.RecvTimeout):
+            a.recv(0)
 
 
 def test_an_address_of_neither_is_refused() -> None:
