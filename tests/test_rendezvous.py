@@ -25,6 +25,7 @@ from meeting import (
     store_port,
 )
 
+import mq
 from mq.process import ProcessWatch
 from mq.rendezvous import Rendezvous
 
@@ -271,3 +272,23 @@ def test_the_record_of_a_killed_process_can_be_swept(spec: str | None) -> None:
         rendezvous.sweep("victim", victim.incarnation)
         rendezvous.renew(mine)
         eventually(lambda: names(rendezvous) == ["survivor"])
+
+
+def test_members_meet_there_and_hear_each_other(spec: str | None) -> None:
+    """What `mq.connect` makes of each kind."""
+    options: dict[str, Any] = {"group": "met", "rendezvous": spec}
+    with (
+        mq.connect("tcp", name="a", connect_timeout=DEADLINE, **options) as a,
+        mq.connect("tcp", name="b", connect_timeout=DEADLINE, **options) as b,
+    ):
+        for sender, receiver in ((a, b), (b, a)):
+            receiver.subscribe("t", timeout=DEADLINE)
+            sender.publish("t", [sender.name], timeout=DEADLINE)
+            message = receiver.recv(DEADLINE)
+            assert (message.sender, message.payload) == (sender.name, [sender.name])
+            receiver.unsubscribe("t")
+        met = {queue.describe()["rendezvous"] for queue in (a, b)}
+
+    known = {None: "directory ", "env://": "torchrun's store at "}
+    assert len(met) == 1
+    assert (known.get(spec) or str(spec).partition("://")[2]) in met.pop()
