@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+from typing import Any
 
 import pytest
+from nng_links import nng_runs
+from tls_files import tls_options
 
+import mq
 from mq.errors import TransportUnavailable
 from mq.join import check_descriptors
+
+__all__ = ["nng_runs"]
 
 
 def test_a_process_out_of_descriptors_is_told_so(
@@ -22,3 +29,40 @@ def test_a_process_out_of_descriptors_is_told_so(
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(TransportUnavailable, match="ulimit"):
         check_descriptors()
+
+
+EVERYWHERE: dict[str, tuple[str, dict[str, Any]]] = {
+    "auto": ("tcp://0.0.0.0:0", {}),
+    "nng": ("tcp://0.0.0.0:0", {}),
+    "nng:tls": ("tls+tcp://0.0.0.0:0", tls_options()),
+    "tcp": ("tcp://0.0.0.0:0", {}),
+    "tls": ("tls://0.0.0.0:0", tls_options()),
+    "zmq": ("tcp://*:*", {}),
+}
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_whom_other_hosts_can_reach_needs_a_secret(backend: str) -> None:
+    """Or to be told that everyone may join; the error names both, and the address."""
+    address, options = EVERYWHERE[backend]
+    options = {"group": "g", "listen": address, **options}
+
+    with pytest.raises(ValueError, match=re.escape(f"listen={address!r}")) as caught:
+        mq.connect(backend, **options)
+
+    assert "secret=" in str(caught.value)
+    assert "insecure=True" in str(caught.value)
+    for allowed in ({"secret": "long enough"}, {"insecure": True}):
+        with mq.connect(backend, **options, **allowed) as queue:
+            assert queue.describe()["rendezvous"] == "explicit"
+            assert queue.describe()["addresses"]
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_what_only_this_host_can_reach_needs_none(backend: str) -> None:
+    """Its users are the machine's own."""
+    address, options = EVERYWHERE[backend]
+    local = re.sub(r"//.*:", "//127.0.0.1:", address)
+
+    with mq.connect(backend, group="g", listen=local, **options) as queue:
+        assert queue.describe()["addresses"]
