@@ -1,34 +1,62 @@
-"""Ten thousand hostile frames at every listening address of one member."""
+"""Thousands of hostile frames at every listening address of one member."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
+from tls_files import tls_options
 
 import mq
 from mq import process, registry
 from mq.mesh import wire
 from mq.mesh.handshake import Greeting, Handshake
 from mq.mesh.poller import Poller
+from mq.stream.conn import StreamConn
 from mq.testing import STEP, Group, programs, wait_until
 from mq.transport import Conn, What
 
 SECRET = "known to the attacker too"
-BACKEND = "zmq"
 MIB = 1 << 20
+
+
+class Flood(NamedTuple):
+    """What is sent at the members of one backend.
+
+    Attributes:
+        schemes: Of the victim's addresses.
+        frames: How many: a quarter before a handshake or in that of the link, a quarter
+            in that of the mesh, and half after both.
+    """
+
+    schemes: set[str]
+    frames: int
+    options: dict[str, Any]
+
+
+FLOODS = {
+    "zmq": Flood({"ipc", "tcp"}, 10_000, {}),
+    "tcp": Flood({"tcp"}, 4_000, {}),
+    "shm": Flood({"shm"}, 4_000, {}),
+    "tls": Flood({"tls"}, 2_000, tls_options()),
+}
 
 
 class Stranger:
     """A peer without a mesh: it speaks the engine's protocol, and sends anything."""
 
-    def __init__(self, directory: str, versions: dict[str, str], seed: int) -> None:
+    def __init__(
+        self, backend: str, directory: str, versions: dict[str, str], seed: int
+    ) -> None:
+        self._backend = backend
         self._poller = Poller()
-        self._link = registry.create(BACKEND, {})
+        self._link = registry.create(backend, FLOODS[backend].options)
         self._link.open(self._poller, [], directory)
         self._versions = versions
         self._chance = random.Random(seed)
@@ -77,7 +105,7 @@ class Stranger:
             name=f"stranger-{self._members}",
             incarnation=f"{self._chance.getrandbits(128):032x}",
             generation=1,
-            backend=BACKEND,
+            backend=self._backend,
             process=process.here(),
             labels=[],
             since=0.0,
@@ -92,6 +120,27 @@ class Stranger:
         assert welcome is not None
         assert welcome[0] == wire.WELCOME, welcome
         return conn
+
+    def send_noise(self, address: str) -> None:
+        """What no link sends, where the link's own handshake has been done.
+
+        Noise of another program for ZeroMQ, whose engine lets no other through.
+        """
+        conn = None if self._backend == "zmq" else self.dial(address)
+        if conn is None:
+            magic = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+            _raw_garbage(address, magic + self._noise(1))
+        else:
+            assert isinstance(conn, StreamConn)
+            conn._send((self._noise(8),))
+            assert self._await(conn, What.READABLE) is None
+
+    def send_raw_noise(self, address: str) -> None:
+        """What a program that does not speak this at all sends."""
+        _raw_garbage(address, self._noise(1))
+
+    def _noise(self, least: int) -> bytes:
+        return self._chance.randbytes(max(least, 1 << self._chance.randrange(13)))
 
     def spoil(self, frame: bytes) -> bytes:
         """The frame cut off, with flipped bits, or quite another one."""
@@ -159,6 +208,7 @@ def _frames() -> list[tuple[bytes, bytes]]:
         (frame(wire.CREDIT, wire.encode([[1, 1 << 62, 1 << 62]])), b""),
         (frame(wire.UNSUBSCRIBE, wire.encode(1)), b""),
         (frame(wire.ACCEPTS, wire.encode(["x" * 1000])), b""),
+        (frame(wire.LENT, wire.LENT_HEAD.pack(1, 7, 0, 0.0, huge, MIB)), b""),
         (wire.HEADER.pack(wire.RECEIVED, 0, 0, 0, 1 << 60), b""),
     ]
 
@@ -181,12 +231,7 @@ def _swallow_good(queue: mq.MQ) -> bool:
     return True
 
 
-def _raw_garbage(address: str, seed: int) -> None:
-    """What a program that speaks no ZeroMQ sends: noise, sometimes after its magic."""
-    chance = random.Random(seed)
-    raw = chance.randbytes(1 << chance.randrange(13))
-    if seed % 2:
-        raw = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + raw
+def _raw_garbage(address: str, raw: bytes) -> None:
     _, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
     sock = socket.socket(socket.AF_UNIX if rest.startswith("/") else socket.AF_INET)
@@ -204,59 +249,103 @@ def _counted(stats: dict[str, Any]) -> int:
     return int(mesh["malformed"] + mesh["unauthenticated"] + mesh["refused"])
 
 
+def _talk(queue: mq.MQ) -> int:
+    """Publish numbers to the other of the pair until it says stop; how many."""
+    for number in itertools.count():
+        queue.publish("pair", number, timeout=STEP)
+        with contextlib.suppress(mq.RecvTimeout):
+            queue.recv(timeout=0.001)  # no faster, for the flood needs the cores, too
+            queue.publish("pair", "end", timeout=STEP)
+            return number + 1
+    raise AssertionError("the numbers have ended")
+
+
+class Pair:
+    """Two members that exchange messages, and are to notice nothing."""
+
+    def __init__(self, group: Group) -> None:
+        self.members = group.members("a", "b")
+        talker, self._reader = self.members
+        talker.subscribe("stop")
+        self._reader.subscribe("pair", depth=100)
+        self._sending = talker.begin(_talk)
+        self._reading = self._reader.begin(programs.receive_until, "end")
+        wait_until(lambda: self.received() > 0, "the pair to begin")
+
+    def received(self) -> int:
+        """How many messages have arrived so far."""
+        stats = self._reader.run(programs.topic_stats, "pair")
+        return int(stats.get("received", 0))
+
+    def end(self) -> None:
+        """Nothing was lost, doubled or reordered."""
+        self._reader.publish("stop", None)
+        count = self._sending.result()
+        *numbers, _ = self._reading.result()
+        assert [message.digest for message in numbers] == list(range(count))
+
+
 @pytest.fixture
-def group() -> Iterator[Group]:
-    """A group over ZeroMQ, on Unix sockets and TCP at once."""
-    made = Group(BACKEND, registry.capabilities(BACKEND), {"secret": SECRET})
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    """A group on all wires that the backend has."""
+    options = {"secret": SECRET, **FLOODS[request.param].options}
+    made = Group(request.param, registry.capabilities(request.param), options)
     yield made
     made.end()
 
 
 @pytest.mark.slow
-def test_ten_thousand_hostile_frames_disturb_nobody(group: Group) -> None:
+@pytest.mark.parametrize("group", FLOODS, indirect=True)
+def test_thousands_of_hostile_frames_disturb_nobody(group: Group) -> None:
     """None ends the process or takes memory, each is counted, others go on."""
-    a, b = group.members("a", "b")
+    flood = FLOODS[group.backend]
     victim = group.member("victim", max_message_bytes=MIB, peer_timeout=0.5)
     victim.subscribe("t")
     receiving = victim.begin(_swallow)
     described = victim.call("describe")
-    addresses, versions = described["addresses"], described["versions"]
-    assert {address.partition(":")[0] for address in addresses} == {"ipc", "tcp"}
+    addresses = itertools.cycle(described["addresses"])
+    assert {a.partition(":")[0] for a in described["addresses"]} == flood.schemes
     memory = victim.rss()
     counted = _counted(victim.call("stats"))
-    b.subscribe("pair", depth=100)
-    sending = a.begin(programs.publish_range, "pair", 0, 5000)
-    reading = b.begin(programs.receive, 5000)
+    pair = Pair(group)
+    stranger = Stranger(group.backend, group.directory, described["versions"], seed=1)
 
-    for number in range(2500):
-        _raw_garbage(addresses[number % len(addresses)], number)
-    wait_until(
-        lambda: _counted(victim.call("stats")) - counted >= 2500,
-        "every connection that spoke no ZeroMQ to be counted",
-    )
-    counted = _counted(victim.call("stats"))
-    broken = 0
-    stranger = Stranger(group.directory, versions, seed=1)
+    def send(frames: int, *ways: Callable[[str], bool | None]) -> int:
+        """In turn by each of these ways; how many connections were broken for it."""
+        exchanged = pair.received()
+        broken = 0
+        for number in range(frames):
+            broken += bool(ways[number % len(ways)](next(addresses)))
+        assert pair.received() > exchanged, "the pair has come to a stand"
+        return broken
+
     try:
-        for number in range(2500):
-            broken += stranger.send_before_greeting(addresses[number % 2])
-        for number in range(5000):
-            broken += stranger.send_after_greeting(addresses[number % 2], group.name)
+        noises = flood.frames // 4
+        send(noises, stranger.send_raw_noise, stranger.send_noise)
+        wait_until(
+            lambda: _counted(victim.call("stats")) - counted >= noises,
+            "every connection that broke the rules of the link to be counted",
+        )
+        counted = _counted(victim.call("stats"))
+        broken = send(flood.frames // 4, stranger.send_before_greeting)
+        broken += send(
+            flood.frames // 2,
+            lambda address: stranger.send_after_greeting(address, group.name),
+        )
     finally:
         stranger.close()
 
-    assert broken > 4000, "most spoilt frames are malformed"
+    assert broken > 0.4 * flood.frames, "most spoilt frames are malformed"
     wait_until(
         lambda: _counted(victim.call("stats")) - counted >= broken,
         "every bad frame to be counted",
     )
-    assert [m.digest for m in reading.result()] == list(range(5000))
-    sending.result()
+    pair.end()
     assert victim.rss() - memory < 32 * MIB
-    for member in (a, b):
+    for member in pair.members:
         member.subscribe("after")
     victim.publish("after", "alive")
-    assert [m.recv().payload for m in (a, b)] == ["alive", "alive"]
+    assert [m.recv().payload for m in pair.members] == ["alive", "alive"]
     assert not receiving.done()
     victim.call("close")
     receiving.result()
