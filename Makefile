@@ -1,6 +1,7 @@
 # make bench    a short head-to-head of the transports, in less than five minutes
 # make bench-full  every transport, workload and size: takes hours, Ctrl-C keeps what there is
-# make test     the whole test suite
+# make test     the whole test suite; what skips for want of a browser, or unless run by root,
+#               fails with MQ_NEED=browser,root (see tests/needs.py)
 # make check    format, lint, types
 # make stress   the conformance suite ten times in a row beside a busy core
 # make ding     DI-engine's workers over mq, with DI-engine installed beside the environment

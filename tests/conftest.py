@@ -17,6 +17,9 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from needs import pytest_configure, pytest_runtest_makereport
+
+__all__ = ["pytest_configure", "pytest_runtest_makereport"]  # hooks
 
 # How long an example takes says nothing on a loaded machine.
 hypothesis.settings.register_profile("patient", deadline=None)
