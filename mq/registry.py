@@ -116,7 +116,7 @@ def _entry(name: str) -> Entry:
             return Entry(point.value, library)
         known = sorted({*names(), *aliases})
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise UnknownTransport(f"no transport {name!r}{hint} Known: {', '.join(known)}")
     return entry
 
@@ -207,7 +207,7 @@ def check_options(name: str, link: type[Link], options: Mapping[str, Any]) -> No
             *("allow_pickle", "secret", "insecure"),
         ]
         close = difflib.get_close_matches(option, connect_options + known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         own = ", ".join(known) or "none"
         raise TypeError(
             f"mq.connect({name!r}) has no option {option!r}{hint} "

@@ -35,6 +35,14 @@ def test_an_unknown_name_gets_the_nearest_and_all_known_ones() -> None:
     assert "inproc" in str(caught.value)
 
 
+def test_a_name_like_no_other_gets_the_known_ones() -> None:
+    """In a sentence of their own, as after a question."""
+    with pytest.raises(UnknownTransport, match=r"no transport 'x'\. Known: auto, "):
+        registry.load("x")
+    with pytest.raises(UnknownTransport, match=r"'zmq:tpc'; did .*\? Known: auto, "):
+        registry.load("zmq:tpc")
+
+
 @pytest.mark.usefixtures("clean_table")
 def test_a_missing_library_gets_the_command_that_installs_it() -> None:
     """Not installed is another failure than unknown."""
@@ -149,6 +157,8 @@ def test_an_unknown_option_gets_the_nearest_one() -> None:
     """Options of connect and of the transport are looked through."""
     with pytest.raises(TypeError, match="did you mean 'peer_timeout'"):
         registry.create("inproc", {"peer_timeuot": 3})
+    with pytest.raises(TypeError, match=r"option 'q'\. Options of .*: shm_bytes"):
+        registry.create("shm", {"q": 3})
 
 
 def test_every_registered_transport_is_a_link_with_capabilities() -> None:
