@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 SOCKET_PATH_BYTES = 107
 """The longest path of a unix socket."""
@@ -105,6 +106,24 @@ def _own_ip(family: socket.AddressFamily, elsewhere: str) -> str:
         return ""
 
 
+def look_up(
+    host: str, port: int | None = None, flags: int = 0
+) -> list[tuple[int, tuple[Any, ...]]]:
+    """Families and socket addresses of a host, a name or an IP address.
+
+    Raises:
+        OSError: The name is unknown; names it.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except (OSError, UnicodeError) as error:  # the latter for names that none can have
+        raise OSError(
+            f"the host {host!r} cannot be looked up: {error}; give an IP address, or a "
+            "name that this machine knows"
+        ) from error
+    return [(entry[0], entry[4]) for entry in found]
+
+
 def numeric_host(host: str) -> str:
     """The IP address of a host name, for engines that listen on nothing else.
 
@@ -113,7 +132,7 @@ def numeric_host(host: str) -> str:
     """
     if "[" in host or host == "*" or any(host == name for _, name in _interfaces()):
         return host
-    family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    family, address = look_up(host)[0]
     return f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
 from typing import Any
 
 import pytest
@@ -66,3 +67,33 @@ def test_what_only_this_host_can_reach_needs_none(backend: str) -> None:
 
     with mq.connect(backend, group="g", listen=local, **options) as queue:
         assert queue.describe()["addresses"]
+
+
+@pytest.mark.parametrize("backend", [*EVERYWHERE, "torchrpc"])
+def test_an_unknown_host_to_listen_on_is_named(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resolver's own error says neither host nor address."""
+
+    def unknown(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    address, options = EVERYWHERE.get(backend, ("torchrpc://h:0", {}))
+    elsewhere = re.sub(r"//.*:", "//nowhere.invalid:", address).replace(":*", ":0")
+
+    with pytest.raises(OSError, match=r"host 'nowhere\.invalid' cannot be") as caught:
+        mq.connect(backend, group="g", listen=elsewhere, insecure=True, **options)
+
+    assert elsewhere in str(caught.value) or backend == "torchrpc"
+    assert "Name or service not known" in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_a_name_that_is_no_host_to_listen_on_is_named(backend: str) -> None:
+    """The error of one that is too long is of another kind."""
+    address, options = EVERYWHERE[backend]
+    elsewhere = re.sub(r"//.*:", f"//{'x' * 70}:", address).replace(":*", ":0")
+
+    with pytest.raises(OSError, match=f"cannot listen on {re.escape(elsewhere)}"):
+        mq.connect(backend, group="g", listen=elsewhere, insecure=True, **options)

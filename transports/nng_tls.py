@@ -79,8 +79,8 @@ class NngTlsLink(NngLink):
     def _listen(self, address: str, directory: str | None) -> str:
         assert self._tls is not None
         host, port = addresses.split(address)
-        numeric = addresses.numeric_host("0.0.0.0" if host == "*" else host)
         try:
+            numeric = addresses.numeric_host("0.0.0.0" if host == "*" else host)
             door = Listener(f"{_SCHEME}://{numeric}:{port}", self._tls.server)
         except OSError as error:
             raise OSError(

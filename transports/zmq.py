@@ -199,7 +199,10 @@ class ZmqLink(Link):
             self._files.append(rest)
         else:
             host, port = addresses.split(address)
-            address = f"tcp://{addresses.numeric_host(host)}:{port or '*'}"
+            try:
+                address = f"tcp://{addresses.numeric_host(host)}:{port or '*'}"
+            except OSError as error:
+                raise OSError(f"cannot listen on {address}: {error}") from error
         sock.setsockopt(zmq.IPV6, int("[" in address))
         try:
             sock.bind(address)

@@ -19,10 +19,8 @@ def bound_tcp(address: str) -> socket.socket:
     """
     host, port = addresses.split(address)
     host = "0.0.0.0" if host == "*" else host.strip("[]")
-    family, kind, _, _, target = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind)
+    family, target = addresses.look_up(host, port, socket.AI_PASSIVE)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
@@ -41,8 +39,7 @@ def tcp_targets(address: str) -> Sequence[tuple[int, Any]]:
         OSError: The host is unknown.
     """
     host, port = addresses.split(address)
-    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    return [(entry[0], entry[4]) for entry in found]
+    return addresses.look_up(host.strip("[]"), port)
 
 
 def bound_unix(path: str) -> socket.socket:
