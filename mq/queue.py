@@ -10,8 +10,9 @@ from typing import Any
 
 from mq import settings
 from mq.blocking import BlockingQueue
-from mq.errors import Closed, RecvTimeout
+from mq.errors import Closed, RecvTimeout, TransportUnavailable
 from mq.message import CLEAR, Message
+from mq.process import out_of_descriptors
 
 
 def connect(
@@ -80,14 +81,20 @@ def connect(
         max_message_bytes=max_message_bytes,
         insecure=insecure,
     )
-    # Loaded here, so that `import mq` loads neither NumPy nor an engine.
-    from mq.buffers import Pool
-    from mq.codec import Codec
-    from mq.join import join
+    try:
+        # Loaded here, so that `import mq` loads neither NumPy nor an engine.
+        from mq.buffers import Pool
+        from mq.codec import Codec
+        from mq.join import join
 
-    codec = Codec(allow_pickle)
-    pool = Pool(settings.memory_bytes() // 8)
-    return MQ(resolved, join(resolved, codec, pool, transport_options), codec, pool)
+        codec = Codec(allow_pickle)
+        pool = Pool(settings.memory_bytes() // 8)
+        return MQ(resolved, join(resolved, codec, pool, transport_options), codec, pool)
+    except OSError as error:
+        if remedy := out_of_descriptors(error):
+            where = f"{resolved.backend} queue of group {resolved.group!r}"
+            raise TransportUnavailable(f"{where}: {error}: {remedy}") from error
+        raise
 
 
 class MQ(BlockingQueue):

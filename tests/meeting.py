@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import multiprocessing
+import resource
 import shutil
 import socket
 import tempfile
@@ -55,6 +56,17 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
     yield Path(directory)
     shutil.rmtree(directory)
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def free_port() -> int:

@@ -9,6 +9,7 @@ import socket
 from typing import Any
 
 import pytest
+from meeting import no_descriptors
 from nng_links import nng_runs
 from tls_files import tls_options
 
@@ -30,6 +31,17 @@ def test_a_process_out_of_descriptors_is_told_so(
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(TransportUnavailable, match="ulimit"):
         check_descriptors()
+
+
+def test_descriptors_that_go_while_it_connects_are_told_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread may take them after they were counted."""
+    monkeypatch.setattr("mq.join.check_descriptors", lambda: None)
+    connect = mq.connect  # which is loaded now
+    with no_descriptors():
+        with pytest.raises(TransportUnavailable, match="open files.*`ulimit -n`"):
+            connect("tcp", group="g")
 
 
 EVERYWHERE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -20,12 +20,13 @@ from meeting import (
     DEADLINE,
     meet,
     names,
+    no_descriptors,
     process_of,
     record,
     runtime,
 )
 
-from mq.errors import TransportUnavailable
+from mq.errors import PeerLost, TransportUnavailable
 from mq.rendezvous import paths as place
 from mq.rendezvous.directory import DirectoryStore
 
@@ -60,6 +61,18 @@ def test_leaving_last_never_harms_who_just_joins(runtime: Path) -> None:
             assert two.poll(DEADLINE)
             assert two.recv() == []
     assert list(runtime.iterdir()) == []
+
+
+def test_a_process_out_of_descriptors_is_told_so(runtime: Path) -> None:
+    """Which is nothing that the file system could be blamed for."""
+    with contextlib.closing(meet(None)) as rendezvous:
+        rendezvous.claim(record("x"))
+        with no_descriptors(), pytest.raises(PeerLost, match="ulimit -n") as caught:
+            rendezvous.records()
+
+        assert rendezvous.description in str(caught.value)
+        assert "permissions" not in str(caught.value)
+        assert names(rendezvous) == ["x"]
 
 
 def test_a_removed_directory_is_made_again(runtime: Path) -> None:

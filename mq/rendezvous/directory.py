@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
+from mq.process import out_of_descriptors
 from mq.rendezvous.paths import make_private, safe_name
 from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
 from mq.rendezvous.store import CellStore, WarnOnce
@@ -326,9 +327,10 @@ class DirectoryStore(CellStore[_File]):
             except OSError as error:
                 if isinstance(error, (PeerLost, ConnectTimeout)):
                     raise
+                remedy = "check its file system's space and permissions"
+                remedy = out_of_descriptors(error) or remedy
                 raise PeerLost(
-                    f"the rendezvous directory {self.path} failed: {error}; check its "
-                    "file system's space and permissions",
+                    f"the rendezvous directory {self.path} failed: {error}; {remedy}",
                     self.path,
                 ) from error
 
