@@ -1,0 +1,80 @@
+"""The figures of `docs/performance.md` are those of the runs that it names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOC = (ROOT / "docs" / "performance.md").read_text()
+Rows = dict[tuple[str, str], list[str]]
+
+
+def table(text: str, header: str) -> list[list[str]]:
+    """The cells of the table whose header begins like that, without backquotes."""
+    rows = text[text.index(header) :].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in rows]
+
+
+def section(run: str, title: str) -> str:
+    """A section of the report on a committed run."""
+    report = (ROOT / "bench" / "results" / f"{run}.md").read_text()
+    found = re.search(rf"^## {title}$(.*?)(?=^## |\Z)", report, re.M | re.S)
+    assert found is not None, f"{run} has no section {title}"
+    return found[1]
+
+
+def measured(run: str, title: str) -> Rows:
+    """The rows of a workload, by size and transport."""
+    rows = table(section(run, title), "| size |")
+    return {(row[0], row[1]): row[2:] for row in rows}
+
+
+def fitted(run: str) -> dict[str, list[str]]:
+    rows = table(section(run, "Two-term model"), "| transport |")
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_the_two_term_model_is_that_of_the_run() -> None:
+    """Each transport and its baseline."""
+    terms = fitted("two-cores")
+    rows = table(DOC, "| transport | per message us |")
+    assert len(rows) > 8
+    for ours, *numbers in rows:
+        assert numbers[:3] == terms[ours]
+        assert numbers[4:] == terms[numbers[3]]
+
+
+def test_the_budget_of_small_messages_is_that_of_the_run() -> None:
+    """Processor time on both sides, rate and losses."""
+    rate = measured("two-cores", "rate")
+    rows = table(DOC, "| dictionary | transport |")
+    assert len(rows) > 20
+    for size, transport, send, recv, messages, lost in rows:
+        assert [messages, lost, send, recv] == rate[size, transport][:4]
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq:ipc", "raw:zmq:ipc"])
+def test_what_is_said_of_four_cores_is_in_the_run(transport: str) -> None:
+    """The rates of 64 B."""
+    (said,) = re.findall(r"On four \(`bench/results/four-cores.md`\).*?\n\n", DOC, re.S)
+    messages = measured("four-cores", "rate")["64 B", transport][0]
+    words = re.sub(r"\s+", " ", said)
+    assert re.search(rf"`{transport}`( took)? {messages}\b", words)
+
+
+def test_large_messages_of_nng_are_those_of_the_run() -> None:
+    """The medians, the ratio, the processor time; and the line from its two terms."""
+    latency, terms = measured("two-cores", "latency"), fitted("two-cores")
+    rows = table(DOC, "| size | transport | the line, ms |")
+    assert len(rows) == 6
+    for size, transport, line, ours, raw, ratio, cost, raw_cost in rows:
+        mine, theirs = latency[size, transport], latency[size, f"raw:{transport}"]
+        assert [ours, ratio, cost] == [mine[0], mine[4], mine[7]]
+        assert [raw, raw_cost] == [theirs[0], theirs[7]]
+        per_message, bandwidth = map(float, terms[transport][:2])
+        nbytes = float(size.removesuffix(" MB")) * 1e6
+        expected = per_message / 1e3 + nbytes / bandwidth / 1e6
+        assert line == f"{expected:.3g}"
