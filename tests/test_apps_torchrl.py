@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -20,7 +21,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.modules.inference_server import InferenceServer
 
-from mq.integrations.torchrl import InferenceFailed, MqTransport
+from mq.integrations.torchrl import Answer, InferenceFailed, MqTransport
 
 REQUESTS = 20
 
@@ -117,6 +118,41 @@ def test_lost_requests_do_not_end_the_server(
             client = MqTransport(two).client()
             assert client(request(2))["action"].shape == (2,)
     assert "3 message(s) from 'actor'" in caplog.text
+
+
+def outcome(answer: Answer) -> str:
+    try:
+        answer.result(timeout=60)
+    except InferenceFailed as error:
+        return str(error).partition(":")[0]
+    return "a result"
+
+
+def test_an_actor_that_reads_nothing_does_not_end_the_server(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are answered; it gets what it had room for, and is told of the rest."""
+    names = ("server", "idle", "busy")
+    queues = [mq.connect("inproc", group="torchrl-idle", name=name) for name in names]
+    server, idle, busy = queues
+    small = functools.partial(idle.subscribe, depth=4)
+    monkeypatch.setattr(idle, "subscribe", small)
+    transport = MqTransport(server, serves=True, timeout=0.1)
+    with InferenceServer(policy(), transport, max_batch_size=4):
+        client = MqTransport(idle).client()
+        answers = [client.submit(request(number)) for number in range(6)]
+        other = MqTransport(busy).client()
+        for number in range(3):
+            found = other.submit(request(number)).result(timeout=60)
+            expected = policy()(request(number))["action"]
+            torch.testing.assert_close(found["action"], expected)
+        outcomes = {outcome(answer) for answer in answers}
+        assert client(request(1))["action"].shape == (2,)
+    for queue in queues:
+        queue.close()
+    assert outcomes == {"a result", "the answer was dropped"}
+    assert caplog.text.count("its answers are dropped") == 1
+    assert "'idle'" in caplog.text
 
 
 def test_a_group_has_one_server_and_it_asks_nothing() -> None:

@@ -14,6 +14,9 @@ In each actor's process, with a queue of the same group::
 The queue belongs to the transport: all that it receives is taken for requests or
 answers. A request goes to the one server of the group and its answer to the actor that
 asked; tensors travel as tensors, whatever the backend.
+
+An actor that does not read its answers holds the others up once, for `timeout`: what it
+has no room for is dropped, and it is told so as soon as it has room again.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ _LOOK = 0.5  # seconds between two looks whether the server is still there
 
 
 class InferenceFailed(RuntimeError):
-    """The server's model raised for this request; the text says what."""
+    """There is no result for this request; the text says why."""
 
 
 def replies(name: str) -> str:
@@ -51,7 +54,8 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
     Args:
         queue: A member of the group, used for nothing else.
         serves: Whether this is the server's end.
-        timeout: Seconds to wait for the server to be there and to take a request.
+        timeout: Seconds to wait for the server to be there and to take a request; at
+            the server's end, for an actor to take an answer.
     """
 
     _clients_require_registration = False
@@ -66,6 +70,7 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         self._pending: deque[mq.Message] = deque()
         self._numbers = itertools.count()
         self._answers: dict[int, dict[str, Any]] = {}
+        self._dropped: dict[str, list[int]] = {}  # by actor: requests not answered
         self._lock = threading.Lock()
         topic = REQUESTS if serves else replies(queue.name)
         queue.subscribe(topic, timeout=timeout)
@@ -109,7 +114,7 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
                         return None
                     self._check()
                 else:
-                    self._answers[payload["number"]] = payload
+                    self._answers |= dict.fromkeys(payload["numbers"], payload)
 
     def _check(self) -> None:
         if not self._queue.subscribers(REQUESTS):
@@ -137,6 +142,7 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         self, max_items: int
     ) -> tuple[list[TensorDictBase], list[tuple[str, int]]]:
         """Requests that are there, with whom they are from."""
+        self._tell_who_was_behind()
         while len(self._pending) < max_items and self._receive(0):
             pass
         count = min(max_items, len(self._pending))
@@ -145,16 +151,39 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         return inputs, [(one.sender, one.payload["number"]) for one in taken]
 
     def resolve(self, callback: tuple[str, int], result: TensorDictBase) -> None:
-        """Answer a request; an actor that is gone is not waited for."""
-        sender, number = callback
-        answer = {"number": number, "result": result.to_tensordict()}
-        self._queue.publish(replies(sender), answer, timeout=self._timeout)
+        """Answer a request; an actor that is gone or behind is not waited for."""
+        self._reply(callback, {"result": result.to_tensordict()})
 
     def resolve_exception(self, callback: tuple[str, int], exc: BaseException) -> None:
         """Answer a request by an error, which the actor raises as `InferenceFailed`."""
+        self._reply(callback, {"error": f"{type(exc).__name__}: {exc}"})
+
+    def _reply(self, callback: tuple[str, int], answer: dict[str, Any]) -> None:
         sender, number = callback
-        answer = {"number": number, "error": f"{type(exc).__name__}: {exc}"}
-        self._queue.publish(replies(sender), answer, timeout=self._timeout)
+        dropped = self._dropped.get(sender)
+        timeout = self._timeout if dropped is None else 0
+        try:
+            self._publish(sender, [number], answer, timeout)
+        except mq.PublishTimeout as error:
+            if dropped is None:
+                logger.warning("%s; its answers are dropped until it reads", error)
+            self._dropped.setdefault(sender, []).append(number)
+
+    def _tell_who_was_behind(self) -> None:
+        """Let those who have room again know which answers they will not get."""
+        for sender, numbers in list(self._dropped.items()):
+            text = "the answer was dropped: this actor had not read those before it"
+            try:
+                self._publish(sender, numbers, {"error": text}, 0)
+            except mq.PublishTimeout:
+                continue
+            del self._dropped[sender]
+
+    def _publish(
+        self, actor: str, numbers: list[int], answer: dict[str, Any], timeout: float
+    ) -> None:
+        payload = {"numbers": numbers, **answer}
+        self._queue.publish(replies(actor), payload, timeout=timeout)
 
 
 class Answer:
@@ -176,7 +205,7 @@ class Answer:
 
         Raises:
             TimeoutError: It has not come in time; ask again later.
-            InferenceFailed: The model raised.
+            InferenceFailed: The model raised, or the answer was dropped.
             mq.PeerLost: The server is gone.
         """
         if self._payload is None:
