@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,7 +145,7 @@ def test_a_killed_collector_is_replaced_and_training_goes_on(backend: str) -> No
 def test_training_goes_on_from_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights, replay, counters and returns are those that were saved."""
+    """By the program's own options: counters, replay and returns are kept."""
     file = tmp_path / "dqn.pt"
     arguments = ["--backend", "zmq", "--collectors", "1", "--checkpoint", str(file)]
     assert main([*arguments, "--steps", "2000"]) == 0
@@ -161,6 +163,56 @@ def test_training_goes_on_from_a_checkpoint(
     assert second.returns[: len(first.returns)] == first.returns
     assert "0 messages lost" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [file]
+
+
+def played(count: int) -> dict[str, Any]:
+    """A collector's chunk with observations such as CartPole's, drawn at random."""
+    seen = np.random.default_rng(0).random((count + 1, 4), np.float32)
+    steps, rows = NStep(1, 0.9), []
+    for place in range(count):
+        step = Step(seen[place + 1], float(place % 3), place % 10 == 9, False)
+        rows += list(steps.add(seen[place], place % 2, step))
+    return {"rows": pack(rows), "steps": count, "returns": [float(count)]}
+
+
+def test_the_target_network_is_renewed_every_so_many_iterations() -> None:
+    """Between them it stays behind the network that learns."""
+    learner = Learner(Task(target_every=4))
+    learner.take(played(100))
+    for iteration in range(1, 9):
+        learner.learn()
+        renewed = iteration % 4 == 0
+        pairs = zip(
+            learner.target.parameters(), learner.online.parameters(), strict=True
+        )
+        assert all(torch.equal(one, other) is renewed for one, other in pairs)
+
+
+def everything(learner: Learner) -> tuple[dict[str, Any], ...]:
+    parts = (learner.online, learner.target, learner.optimizer)
+    return tuple(copy.deepcopy(dict(part.state_dict())) for part in parts)
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_a_checkpoint_changes_nothing_in_what_is_learnt(
+    prioritized: bool, tmp_path: Path
+) -> None:
+    """Both networks, the optimizer and the next draws are those that were saved."""
+    first = Learner(Task(target_every=4, prioritized=prioritized))
+    first.take(played(100))
+    for _ in range(6):
+        first.learn()
+    first.save(tmp_path / "dqn.pt")
+    second = Learner(Task(target_every=4, prioritized=prioritized, seed=1))
+    second.load(tmp_path / "dqn.pt")
+    assert second.returns == first.returns
+    for _ in range(3):  # the target is renewed in between
+        torch.testing.assert_close(
+            everything(second), everything(first), rtol=0, atol=0
+        )
+        first.learn()
+        second.learn()
+    torch.testing.assert_close(everything(second), everything(first), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ class Learner:
     """Double DQN with a target network.
 
     Attributes:
+        online: The network that learns, and that collectors play by.
+        target: The one that estimates what follows: a copy of `online`, renewed every
+            `Task.target_every` iterations.
         iteration: How many batches it has learnt from.
         steps: Steps of the game that it was told of.
         returns: Of each finished episode: `steps` by then, and the return.
@@ -32,8 +35,8 @@ class Learner:
         game.close()
         self._task = task
         self.online = network.make(game.shape, game.actions, task.seed)
-        self._target = network.make(game.shape, game.actions, task.seed)
-        self._optimizer = torch.optim.Adam(self.online.parameters(), task.rate)
+        self.target = network.make(game.shape, game.actions, task.seed)
+        self.optimizer = torch.optim.Adam(self.online.parameters(), task.rate)
         self.replay = Replay(task.replay, task.seed, task.prioritized)
         self.iteration = 0
         self.steps = 0
@@ -64,19 +67,19 @@ class Learner:
         rows = batch.rows
         with torch.no_grad():
             best = self.online(rows["after"]).argmax(1, keepdim=True)
-            after = self._target(rows["after"]).gather(1, best)[:, 0]
+            after = self.target(rows["after"]).gather(1, best)[:, 0]
             wanted = rows["reward"] + rows["discount"] * after
         values = self.online(rows["observation"]).gather(1, rows["action"][:, None])
         errors = wanted - values[:, 0].detach()
         losses = smooth_l1_loss(values[:, 0], wanted, reduction="none")
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         (batch.weights * losses).mean().backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.online.parameters(), _LARGEST_GRADIENT)
-        self._optimizer.step()
+        self.optimizer.step()
         self.replay.learnt(batch, errors)
         self.iteration += 1
         if self.iteration % self._task.target_every == 0:
-            self._target.load_state_dict(self.online.state_dict())
+            self.target.load_state_dict(self.online.state_dict())
 
     def policy(self, version: int, stop: bool = False) -> dict[str, Any]:
         """What the collectors are told."""
@@ -92,8 +95,8 @@ class Learner:
         state = {
             "game": self._task.game,
             "online": self.online.state_dict(),
-            "target": self._target.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "target": self.target.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "replay": self.replay.state(),
             "iteration": self.iteration,
             "steps": self.steps,
@@ -116,8 +119,8 @@ class Learner:
                 f"{path} is about {state['game']}, not about {self._task.game}"
             )
         self.online.load_state_dict(state["online"])
-        self._target.load_state_dict(state["target"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.target.load_state_dict(state["target"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.replay.load(state["replay"])
         self.iteration, self.steps = state["iteration"], state["steps"]
         self.returns = [(int(at), float(one)) for at, one in state["returns"]]
