@@ -127,6 +127,26 @@ def test_a_seed_that_reached_the_goal_ends_its_backend(
     assert "planned cells were measured" not in text
 
 
+def test_a_run_that_lost_messages_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its figures are kept, and its seed counts as not tried."""
+
+    def measured(app: App, cell: AppCell, output: Path) -> Result:
+        lost = 2.0 if cell.workload.endswith("seed=0") else 0.0
+        metrics = {"value": 1.0, "reached": 9.0, "lost": lost}
+        return Result.of(cell, "ok", metrics=metrics)
+
+    monkeypatch.setattr(command, "measure", measured)
+    arguments = ["--game", "CartPole-v1", "--backend", "shm"]
+    assert command.main_of(dqn.APP, [*arguments, "--output", str(tmp_path)]) == 1
+    first, second, third = read(tmp_path / "results.jsonl")[1]
+    reason = "2 message(s) were lost that should have arrived"
+    assert (first.status, first.reason, first.metrics["lost"]) == ("failed", reason, 2)
+    assert (second.status, third.status) == ("ok", "skipped")
+    assert f"shm dqn CartPole-v1 seed=0: failed: {reason}" in capsys.readouterr().out
+
+
 def test_an_unusable_backend_is_a_row_with_its_reason(tmp_path: Path) -> None:
     """Not a failure, and nothing is started."""
     cell = AppCell("torchrpc:cuda", "pipeline num_split=4", 0, task=Task())

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench import report
@@ -124,7 +125,7 @@ def _run(
     apps: Sequence[App],
     options: argparse.Namespace,
 ) -> int:
-    """Run all cells, report; 1 if one failed, 130 if interrupted."""
+    """Run all cells, report; 1 if one failed or lost messages, 130 if interrupted."""
     backends = _usable(parser, options.backend)
     try:
         planned = [(app, app.cells(options, backends)) for app in apps]
@@ -164,11 +165,20 @@ def _measure(
     if reason := app.needless(cell, before):
         result = Result.of(cell, "skipped", reason)
     else:
-        result = measure(app, cell, output)
+        result = _whole(measure(app, cell, output))
     progress.end(cell, time.monotonic() - start)
     if result.status == "failed":
         print(f"{title(cell)}: {result.reason}", file=sys.stderr)
     return result
+
+
+def _whole(result: Result) -> Result:
+    """The result, a failure if messages were lost that every backend must deliver."""
+    lost = result.metrics.get("lost", 0.0)
+    if result.status != "ok" or not lost:
+        return result
+    reason = f"{lost:g} message(s) were lost that should have arrived"
+    return replace(result, status="failed", reason=reason)
 
 
 def measure(app: App, cell: AppCell, output: Path) -> Result:
