@@ -240,13 +240,20 @@ def test_runs_of_different_tasks_are_not_joined(tmp_path: Path) -> None:
 
 def test_gpu_rows_are_compared_with_their_like(tmp_path: Path) -> None:
     """Staged by staged bare RPC, direct by direct, each beside its published row."""
-    rows = shards_rows("staged", OURS, "raw:torchrpc")
-    rows += shards_rows("direct", ["torchrpc:cuda"], "raw:torchrpc:cuda")
+    rows = shards_rows("staged", [*OURS, "torchrpc:cpu"], "raw:torchrpc")
+    rows.append(app_row("torchrpc:cuda", "shards direct", 0.1, transport_share=0.1))
+    rows.append(app_row("raw:torchrpc:cuda", "shards direct", 0.25))
     text = report.markdown(report.load([write(tmp_path / "gpu.jsonl", rows)]))
     lines = table(text, "Applications")
     assert lines["shm"]["shards, staged: s"] == "1.50"
-    assert lines["torchrpc:cuda"]["shards, direct: s"] == "1.50"
-    assert lines["torchrpc:cuda"]["/bare RPC"] == "0.500"
+    assert lines["torchrpc:cuda"]["shards, direct: s"] == "0.100"
+    assert lines["torchrpc:cuda"]["/bare RPC"] == "0.400"
+    ratios = {name: line["staged / direct"] for name, line in lines.items()}
+    assert (ratios["torchrpc:cuda"], ratios["raw:torchrpc:cuda"]) == ("15.0", "12.0")
+    assert (ratios["shm"], ratios["published: bare RPC, direct"]) == ("-", "33.7")
+    shards = table(text, "Two shards")
+    assert shards["torchrpc:cuda"]["staged / direct"] == "15.0"
+    assert shards["torchrpc:cpu"]["staged / direct"] == "-"
     assert lines["published: bare RPC, staged"]["shards, staged: s"] == "2.31"
     assert lines["published: bare RPC, staged"]["shards, direct: s"] == "-"
     assert lines["published: bare RPC, direct"]["shards, direct: s"] == "0.0687"

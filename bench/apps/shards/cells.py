@@ -111,41 +111,72 @@ def raw_of(row: Row, rows: Sequence[Row]) -> Row | None:
     return None
 
 
+STAGED = {CUDA: "torchrpc:cpu", RAW_CUDA: RAW}
+"""What a direct row is compared with: the same RPC between host memories."""
+
+
+def staged_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The staged row that a direct one is compared with; None for others."""
+    if how_of(row) != "direct":
+        return None
+    for one in rows:
+        if how_of(one) == "staged" and one.transport == STAGED.get(row.transport):
+            return one
+    return None
+
+
+def _times_faster(row: Row, rows: Sequence[Row]) -> str:
+    ratio = row.ratio(staged_of(row, rows))
+    return number(1 / ratio if ratio else None)
+
+
+def _published() -> dict[str, str]:
+    """The ratio of the published times, by what its row is called here."""
+    seconds = {HOW[one.system]: one.seconds for one in report.published("cuda-rpc")}
+    return {"direct": number(seconds["staged"] / seconds["direct"])}
+
+
 HOW = {"cpu": "staged", "cuda": "direct"}
 """What the published rows are called here."""
 
 
 def tables(rows: Sequence[Row]) -> list[Text]:
     """One line per backend, the published two below."""
-    head = ["tensors", "backend", "s", "/bare RPC", "transport share"]
+    head = ["tensors", "backend", "s", "/bare RPC", "staged / direct"]
+    head.append("transport share")
     lines = [
         [
             how_of(row),
             row.transport,
             number(row.value),
             number(row.ratio(raw_of(row, rows))),
+            _times_faster(row, rows),
             report.percent(row.metric("transport_share")),
         ]
         for row in rows
         if row.values
     ]
-    lines += [
-        [HOW[one.system], "published: bare RPC", number(one.seconds), "-", "-"]
-        for one in report.published("cuda-rpc")
-    ]
+    ratio = _published()
+    for one in report.published("cuda-rpc"):
+        how = HOW[one.system]
+        line = [how, "published: bare RPC", number(one.seconds), "-"]
+        lines.append([*line, ratio.get(how, "-"), "-"])
     note = (
         "Seconds for all forward and backward passes. /bare RPC: by the same on "
         "bare torch RPC with distributed autograd. "
     )
     if all(how_of(row) == "cpu" for row in rows):
         note += (
-            "There is no GPU here, so nothing is staged and nothing goes from device "
-            "to device: this compares mq's backends with bare RPC between the host "
+            "No row is of a GPU, so nothing is staged and nothing goes from device to "
+            "device: this compares mq's backends with bare RPC between the host "
             "memories of two processes, and not with the published rows, which are of "
             "two GPUs."
         )
     else:
-        note += "Published: 34 times faster directly than staged."
+        note += (
+            "staged / direct: how many times faster from device to device than by host "
+            "memory, torchrpc:cuda than torchrpc:cpu and bare RPC than bare RPC."
+        )
     return [Text("Two shards", note, head, lines, report.problems(rows))]
 
 
@@ -165,6 +196,12 @@ def columns(rows: Sequence[Row]) -> list[Column]:
             Column(f"shards, {how}: s", times, figures),
             Column("/bare RPC", ratios),
         ]
+        if how == "direct":
+            faster = {row.transport: _times_faster(row, rows) for row in own}
+            beside = {
+                f"bare RPC, {place}": text for place, text in _published().items()
+            }
+            found.append(Column("staged / direct", faster, beside))
     return found
 
 
