@@ -8,15 +8,17 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 PACKAGES = ("torch", "numpy", "pyzmq", "pynng", "msgspec", "gymnasium")
-OTHERS = ("iceoryx2", "ray", "redis", "eclipse-zenoh")
-"""What baselines need; told of only where it is installed."""
+OTHERS = ("iceoryx2", "ray", "redis", "eclipse-zenoh", "ale-py", "torchrl")
+"""What baselines and applications need; told of only where it is installed."""
 
 _MISSING = "not installed"
 
@@ -116,6 +118,26 @@ def environment(arguments: Sequence[str]) -> dict[str, str]:
         if (version := _version(package)) != _MISSING:
             facts[package] = version
     facts["libzmq"] = _libzmq()
+    return facts | _gpus()
+
+
+def _gpus() -> dict[str, str]:
+    """The GPUs, their driver, and torch's CUDA; empty where there are none."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version"]
+    said = _output([*command, "--format=csv,noheader"]).splitlines()
+    pairs = [line.rpartition(", ") for line in said if ", " in line]
+    if not pairs:
+        return {}
+    names = Counter(name for name, _, _ in pairs)
+    facts = {
+        "gpu": ", ".join(f"{count} x {name}" for name, count in names.items()),
+        "gpu driver": pairs[0][2],
+    }
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        facts["CUDA_VISIBLE_DEVICES"] = visible
+    torch = sys.modules.get("torch")  # not imported for this: it takes seconds
+    if torch is not None and torch.version.cuda:
+        facts["cuda"] = torch.version.cuda
     return facts
 
 
@@ -144,14 +166,19 @@ def _libzmq() -> str:
 
 
 def _commit() -> str:
-    here = Path(__file__).parent
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return _output(command) or "unknown"
+
+
+def _output(command: Sequence[str]) -> str:
+    """What a command says, run beside this file; empty if it fails or is not there."""
+    here = Path(__file__).parent
     try:
         answer = subprocess.run(
             command, cwd=here, capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return ""
     return answer.stdout.strip()
 
 

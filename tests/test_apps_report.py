@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from bench_results import app_row, dqn_row, pipeline_rows, row, shards_rows, write
 from pages import Page, seen
 
 from bench import command, report
 from bench.apps.dqn.cells import returns_name
 from bench.apps.report import Source, joined
-from bench.rows import Result
+from bench.rows import Result, environment
 
 pytest.importorskip("matplotlib", reason="the plots need matplotlib")
 
@@ -257,6 +260,26 @@ def test_gpu_rows_are_compared_with_their_like(tmp_path: Path) -> None:
     assert lines["published: bare RPC, staged"]["shards, staged: s"] == "2.31"
     assert lines["published: bare RPC, staged"]["shards, direct: s"] == "-"
     assert lines["published: bare RPC, direct"]["shards, direct: s"] == "0.0687"
+
+
+def test_the_conditions_name_gpus_driver_and_what_applications_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are any; torch is not imported to find out."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not {"gpu", "gpu driver", "cuda"} & set(environment([]))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'Fast, A1, 550.54'\necho 'Fast, A1, 550.54'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    facts = environment([])
+    assert (facts["gpu"], facts["gpu driver"]) == ("2 x Fast, A1", "550.54")
+    assert (facts["cuda"], facts["CUDA_VISIBLE_DEVICES"]) == ("12.4", "1")
+    assert facts["ale-py"] == version("ale-py")
+    monkeypatch.delitem(sys.modules, "torch")
+    assert "cuda" not in environment([])
+    assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("workload", ["pipeline", "dqn CartPole-v1", "shards gpu"])
