@@ -51,10 +51,18 @@ def test_gradients_are_the_same_between_gpus(
     assert gradient(transport, task, tmp_path) == pytest.approx(expected, rel=1e-3)
 
 
-def planned(device: str) -> list[tuple[str, bool]]:
-    options = argparse.Namespace(device=device, passes=1, width=8, rounds=1)
-    found = APP.cells(options, ["shm", CUDA])
-    return [(cell.transport, cell.task.direct) for cell in found]
+def cells(device: str, quick: bool = False) -> list[AppCell]:
+    options = argparse.Namespace(device=device, passes=10, width=800, rounds=1)
+    options.quick = quick
+    return APP.cells(options, ["shm", CUDA])
+
+
+def test_a_quick_run_has_small_shards() -> None:
+    """Elsewhere they are as large as the options say."""
+    (asked,) = {cell.task for cell in cells("cpu")}
+    (quick,) = {cell.task for cell in cells("cpu", quick=True)}
+    assert (asked.width, asked.rows, asked.passes) == (800, 800, 10)
+    assert quick.width * quick.rows * quick.passes < 100_000
 
 
 def test_on_a_gpu_staged_and_direct_are_both_run(
@@ -62,7 +70,7 @@ def test_on_a_gpu_staged_and_direct_are_both_run(
 ) -> None:
     """Over mq and over bare RPC, so that both ratios can be seen."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert planned("cuda") == [
+    assert [(cell.transport, cell.task.direct) for cell in cells("cuda")] == [
         ("shm", False),
         (RAW, False),
         (CUDA, True),

@@ -21,6 +21,7 @@ from bench.tables import Text
 
 RAW, RAW_CUDA = "raw:torchrpc", "raw:torchrpc:cuda"
 CUDA = "torchrpc:cuda"
+_QUICK = {"width": 200, "rows": 200, "passes": 2}
 _LIMIT = 180.0  # seconds
 
 
@@ -76,7 +77,8 @@ def cells(options: argparse.Namespace, backends: Sequence[str]) -> list[AppCell]
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"torch {torch.__version__} sees no CUDA device: --device cpu")
-    task = Task(options.width, options.width, options.passes, device=options.device)
+    sizes = {"width": options.width, "rows": options.width, "passes": options.passes}
+    task = Task(**(_QUICK if options.quick else sizes), device=options.device)
     direct = replace(task, direct=True)
     if options.device == "cpu":
         tasks = [(name, task) for name in [*backends, RAW]]
