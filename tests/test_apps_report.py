@@ -12,6 +12,7 @@ from bench_results import app_row, dqn_row, pipeline_rows, row, shards_rows, wri
 from pages import Page, seen
 
 from bench import command, report
+from bench.apps.dqn import curves
 from bench.apps.dqn.cells import returns_name
 from bench.apps.report import Source, joined
 from bench.rows import Result, environment
@@ -53,6 +54,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for transport, seed in (("inproc", 0), ("shm", 0), ("shm", 1)):
         name = returns_name(f"dqn {CARTPOLE} seed={seed}", transport, 0)
         lines = [f"{10 * place},{place}" for place in range(200)]
+        (root / "dqn" / name).write_text("\n".join(["steps,return", *lines]))
+    few = {"inproc": ["900,-21"], "shm": ["900,-21", "1800,-19"]}
+    for transport, lines in few.items():
+        name = returns_name(f"dqn {PONG} seed=0", transport, 0)
         (root / "dqn" / name).write_text("\n".join(["steps,return", *lines]))
     return paths
 
@@ -137,6 +142,7 @@ def series() -> set[str]:
         found |= {f"pipeline/{name}", f"pipeline/{name}/transport"}
         found |= {f"shards/{name},_cpu", f"dqn-ALE-Pong-v5/{name}"}
         found.add(f"dqn-CartPole-v1-returns/{name}/seed_0")
+        found.add(f"dqn-ALE-Pong-v5-returns/{name}/seed_0")
     found.add("dqn-CartPole-v1-returns/shm/seed_1")
     found |= {f"shards/published:_bare_RPC,_{how}" for how in ("staged", "direct")}
     systems = ("nng-tcp", "torchrpc-cpu", "torchrpc-ib")
@@ -165,6 +171,20 @@ def test_the_page_has_every_plot_table_and_condition(directory: Path) -> None:
             assert (
                 directory / f"{name.removeprefix('plot-')}.png"
             ).stat().st_size > 5000
+
+
+def test_a_curve_of_few_episodes_says_that_they_are_few(directory: Path) -> None:
+    """However few there are they are drawn, and the caption says of how many."""
+    page = Page((directory / "report.html").read_text())
+    for episodes in (10, 100):
+        assert f"the last {episodes} episodes, or of as many as there" in page.text
+    assert curves.means([(900, -21.0), (1800, -19.0)], 10) == [(900, -21), (1800, -20)]
+    many = [(10 * place, float(place)) for place in range(1, 1001)]
+    drawn = curves.means(many, 100)
+    assert drawn[-1] == (10_000, 950.5)
+    assert len(drawn) < 400
+    assert curves.window([many]) == 100
+    assert curves.window([many, many[:99]]) == 10
 
 
 def test_a_browser_shows_every_series(directory: Path, tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -14,6 +12,7 @@ from matplotlib.ticker import FuncFormatter
 from bench import plots
 from bench.apps import report
 from bench.apps.app import ALONE, name_of
+from bench.apps.dqn import curves
 from bench.apps.dqn import tables as dqn
 from bench.apps.dqn.cells import returns_name
 from bench.apps.dqn.task import CARTPOLE, PONG
@@ -23,9 +22,7 @@ from bench.apps.shards import cells as shards
 from bench.plots import Plot
 from bench.summary import Row, gather
 
-_EPISODES = 100
-_FEWEST = 10  # episodes that a curve is drawn of
-_POINTS = 300  # of a curve; more cannot be seen
+_FEW = 30  # points of a curve that are marked: a line of one point cannot be seen
 _GREY = "#999"
 
 
@@ -203,52 +200,36 @@ def _integer(value: float, _: object = None) -> str:
 
 
 def _returns(game: str, taken: Sequence[Taken]) -> Plot | None:
-    curves = {}
+    found: dict[tuple[str, str], curves.Returns] = {}
     for result, folder, number in taken:
         if name_of(result.workload) != "dqn" or dqn.game_of(result.workload) != game:
             continue
         path = folder / returns_name(result.workload, result.transport, number)
-        means = _means(path) if result.status == "ok" and path.exists() else []
-        means = _means(path) if result.status == "ok" and path.exists() else []
-        if means:
+        returns = curves.read(path) if result.status == "ok" and path.exists() else []
+        if returns:
             seed = dqn.seed_of(result.workload)
             again = f", round {result.round + 1}" if result.round else ""
-            curves[result.transport, f"seed {seed}{again}"] = means
-    if not curves:
+            found[result.transport, f"seed {seed}{again}"] = returns
+    if not found:
         return None
     name = f"{_stem(game)}-returns"
+    episodes = curves.window(found.values())
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    colors = plots.palette(list(dict.fromkeys(backend for backend, _ in curves)))
-    for (backend, which), means in curves.items():
-        label = f"{backend}, {which}"
+    colors = plots.palette(list(dict.fromkeys(backend for backend, _ in found)))
+    for (backend, which), returns in found.items():
+        means = curves.means(returns, episodes)
         axes.plot(
             *zip(*means, strict=True),
+            "o-" if len(means) < _FEW else "-",
+            ms=3,
             color=colors[backend],
             lw=1.2,
-            label=label,
+            label=f"{backend}, {which}",
             gid=f"{name}/{backend}/{which.replace(' ', '_')}",
         )
     axes.set_xlabel("steps of all collectors")
-    axes.set_ylabel(f"mean return of {_EPISODES} episodes")
+    axes.set_ylabel(f"mean return of {episodes} episodes")
     axes.xaxis.set_major_formatter(FuncFormatter(_integer))
     figure.legend(loc="outside right upper")
-    caption = "What was learnt: the mean return of the last episodes by the steps made."
-    return Plot(name, dqn.title(game), caption, figure)
-
-
-def _means(path: Path) -> list[tuple[int, float]]:
-    """The mean of the last episodes, up to 100, by steps; empty if they are few."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [
-            (int(row["steps"]), float(row["return"])) for row in csv.DictReader(file)
-        ]
-    if len(rows) < _FEWEST:
-        return []
-    apart = max(1, len(rows) // _POINTS)
-    found = []
-    for place in range(len(rows), 0, -apart):
-        last = rows[max(0, place - _EPISODES) : place]
-        mean = sum(one for _, one in last) / len(last)
-        found.append((rows[place - 1][0], mean))
-    return found[::-1]
+    return Plot(name, dqn.title(game), curves.caption(episodes), figure)

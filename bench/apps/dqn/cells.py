@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import mq
 from bench.apps.app import App, AppCell, Arguments, count, numbers
+from bench.apps.dqn import curves
 from bench.apps.dqn.collector import collect
 from bench.apps.dqn.crew import collector_name
 from bench.apps.dqn.learner import Learner
@@ -56,7 +56,7 @@ def run(peer: Peer) -> Metrics | None:
     except ImportError as error:
         raise Unusable(str(error)) from error
     if placed.returns is not None:
-        _write(placed.returns, learner.returns)
+        curves.write(placed.returns, learner.returns)
     return _metrics(summary)
 
 
@@ -78,13 +78,6 @@ def _metrics(summary: Summary) -> Metrics:
     if summary.reached is not None:
         found["reached"] = float(summary.reached)
     return found
-
-
-def _write(path: Path, returns: Iterable[tuple[int, float]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["steps", "return"])
-        writer.writerows(returns)
 
 
 def add_arguments(parser: Arguments) -> None:
