@@ -245,12 +245,33 @@ def test_a_missing_or_foreign_checkpoint_is_an_error_in_words(
     assert "Acrobot-v1" in capsys.readouterr().err
 
 
+def test_a_damaged_checkpoint_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    """As one that was cut short, is empty or text, or is of another program."""
+    learner, file = Learner(Task()), tmp_path / "dqn.pt"
+    learner.save(file)
+    whole = file.read_bytes()
+    for data in (b"", b"hello\n", whole[:100], whole[: len(whole) // 2], whole[:-10]):
+        file.write_bytes(data)
+        with pytest.raises(
+            ValueError, match=r"dqn\.pt is damaged or no .* give a file"
+        ):
+            learner.load(file)
+    torch.save(learner.online.state_dict(), file)
+    with pytest.raises(ValueError, match=r"dqn\.pt is damaged or no checkpoint"):
+        learner.load(file)
+    learner.save(file)
+    state = torch.load(file, weights_only=True)
+    torch.save(state | {"online": {}}, file)
+    with pytest.raises(ValueError, match=r"dqn\.pt does not fit: .*\s+Missing key"):
+        learner.load(file)
+
+
 def test_a_learner_without_collectors_gives_up() -> None:
-    """With a timeout, not a hang."""
+    """With a timeout, not a hang, that says how long it waited and for what."""
     task = Task(patience=0.5)
     with (
         mq.connect("inproc", group="dqn-alone", name="learner") as queue,
-        pytest.raises(mq.RecvTimeout),
+        pytest.raises(mq.RecvTimeout, match=r"no collector .* for 0\.5 s: .* start 2"),
     ):
         Training(queue, task, Learner(task)).run()
 
@@ -343,6 +364,21 @@ def test_large_errors_are_drawn_more_often() -> None:
     often = drawn.rows["action"] == 2
     assert often.sum() > 300
     assert drawn.weights[often].max() < drawn.weights[~often].min()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Nope-v1", "cannot make 'Nope-v1'"),
+        ("ALE/Nope-v5", "cannot make 'ALE/Nope-v5'"),
+        ("Pendulum-v1", "actions of Pendulum-v1 are Box.* such as CartPole-v1"),
+        ("FrozenLake-v1", "observations of FrozenLake-v1 are Discrete"),
+    ],
+)
+def test_a_game_that_is_not_for_this_is_refused(name: str, said: str) -> None:
+    """In words, before a process is started."""
+    with pytest.raises(ValueError, match=said):
+        make(name)
 
 
 @pytest.mark.parametrize(("name", "shape"), [(CARTPOLE, (4,)), (PONG, (4, 80, 80))])

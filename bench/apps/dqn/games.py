@@ -82,6 +82,7 @@ def make(name: str) -> Game:
 
     Raises:
         ImportError: What it needs is not installed; says how to install it.
+        ValueError: There is no such game, or it is not one for DQN.
     """
     try:
         import gymnasium
@@ -89,19 +90,36 @@ def make(name: str) -> Game:
         raise ImportError(
             "gymnasium is missing: pip install 'tensormq[bench]'"
         ) from error
-    if not name.startswith("ALE/"):
-        return Game(gymnasium.make(name, disable_env_checker=True))
+    options: dict[str, Any] = {"disable_env_checker": True}
+    atari = name.startswith("ALE/")
+    if atari:
+        _bring_atari(gymnasium)
+        options |= {"obs_type": "grayscale", "frameskip": 4}
+        options["repeat_action_probability"] = 0.0
+    try:
+        game = gymnasium.make(name, **options)
+    except gymnasium.error.Error as error:
+        raise ValueError(f"gymnasium cannot make {name!r}: {error}") from error
+    spaces = gymnasium.spaces
+    if not isinstance(game.action_space, spaces.Discrete):
+        raise _unsuitable(name, "actions", game.action_space, "Discrete")
+    seen = game.observation_space
+    if not isinstance(seen, spaces.Box) or (len(seen.shape) != 1 and not atari):
+        raise _unsuitable(name, "observations", seen, "a Box of one dimension")
+    return Atari(game) if atari else Game(game)
+
+
+def _bring_atari(gymnasium: Any) -> None:
     try:
         import ale_py
     except ImportError as error:
         raise ImportError("ale-py is missing: pip install 'tensormq[bench]'") from error
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     gymnasium.register_envs(ale_py)
-    game = gymnasium.make(
-        name,
-        obs_type="grayscale",
-        frameskip=4,
-        repeat_action_probability=0.0,
-        disable_env_checker=True,
+
+
+def _unsuitable(name: str, what: str, found: object, wanted: str) -> ValueError:
+    return ValueError(
+        f"the {what} of {name} are {found}, and this DQN needs {wanted}: choose a game "
+        "such as CartPole-v1 or ALE/Pong-v5"
     )
-    return Atari(game)

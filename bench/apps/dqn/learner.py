@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import struct
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,13 @@ from bench.apps.dqn.task import Task
 
 _EPISODES = 100
 _LARGEST_GRADIENT = 10.0
+_KEYS = {"game", "online", "target", "optimizer", "replay"}
+_KEYS |= {"iteration", "steps", "returns"}
+# What torch.load and `load_state_dict` raise for a file that is none of ours.
+_ODD = (
+    *(AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError),
+    *(ValueError, struct.error, pickle.UnpicklingError),
+)
 
 
 class Learner:
@@ -111,17 +120,36 @@ class Learner:
 
         Raises:
             OSError: There is none.
-            ValueError: It is one of another game.
+            ValueError: It is damaged, no checkpoint of ours, or one of another game.
         """
-        state = torch.load(path, weights_only=True)
+        state = _read(path)
         if state["game"] != self._task.game:
             raise ValueError(
                 f"{path} is about {state['game']}, not about {self._task.game}"
             )
-        self.online.load_state_dict(state["online"])
-        self.target.load_state_dict(state["target"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.replay.load(state["replay"])
+        try:
+            self.online.load_state_dict(state["online"])
+            self.target.load_state_dict(state["target"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.replay.load(state["replay"])
+        except _ODD as error:
+            raise ValueError(f"{path} does not fit: {error}") from error
         self.iteration, self.steps = state["iteration"], state["steps"]
         self.returns = [(int(at), float(one)) for at, one in state["returns"]]
         self._last.extend(one for _, one in self.returns)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What `Learner.save` has written."""
+    said = (
+        f"{path} is damaged or no checkpoint of this program: give a file that "
+        "--checkpoint has written, or begin anew with another, without --resume"
+    )
+    with path.open("rb") as file:
+        try:
+            state = torch.load(file, weights_only=True)
+        except _ODD as error:
+            raise ValueError(said) from error
+    if not isinstance(state, dict) or set(state) != _KEYS:
+        raise ValueError(said)
+    return state

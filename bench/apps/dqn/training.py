@@ -11,6 +11,7 @@ import mq
 from bench.apps.dqn.collector import TRANSITIONS, WEIGHTS
 from bench.apps.dqn.learner import Learner
 from bench.apps.dqn.task import Task
+from bench.rows import percentiles
 
 _LOOK = 0.2  # seconds that a wait lasts at most, so that `Tick` is called
 _BEHIND = 4  # chunks of every collector that the learner may owe iterations for
@@ -63,6 +64,31 @@ class Summary:
     reached: int | None = None
     best: float | None = None
     senders: set[tuple[str, str]] = field(default_factory=set)
+
+    def figures(self) -> dict[str, float]:
+        """What is reported, by name; "value" is seconds per 100 iterations.
+
+        Raises:
+            ValueError: There was no iteration.
+        """
+        if not self.iterations:
+            raise ValueError("nothing was learnt: no step was left for an iteration")
+        ages = percentiles(age * 1000 for age in self.ages)
+        found = {
+            "value": 100 * self.seconds / self.iterations,
+            "seconds": self.seconds,
+            "steps_per_s": self.steps / self.seconds,
+            "idle_share": self.idle / self.seconds,
+            "transport_share": self.transport / self.seconds,
+            "weights_age_ms": ages["p50"],
+            "weights_age_p99_ms": ages["p99"],
+            "lost": float(self.lost),
+        }
+        if self.best is not None:
+            found["best"] = self.best
+        if self.reached is not None:
+            found["reached"] = float(self.reached)
+        return found
 
 
 class Training:
@@ -192,9 +218,13 @@ class Training:
             message = self._queue.recv(timeout=timeout)
         except mq.RecvTimeout:
             self.summary.idle += time.monotonic() - begin
-            if time.monotonic() - self._heard > self._task.patience:
-                raise
-            return None
+            patience = self._task.patience
+            if time.monotonic() - self._heard <= patience:
+                return None
+            raise mq.RecvTimeout(
+                f"no collector sent anything for {patience:g} s: see what ended them, "
+                f"or start {self._task.collectors} in this group and over this backend"
+            ) from None
         except mq.MessagesLost as error:
             self.summary.lost += error.count
             return None
