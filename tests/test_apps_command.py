@@ -91,6 +91,24 @@ def test_a_full_run_has_all_splits_and_seeds() -> None:
     ]
 
 
+def test_how_the_dqn_learns_can_be_chosen() -> None:
+    """Rewards per return, turns, priorities and collectors, in every cell."""
+    parser = argparse.ArgumentParser()
+    dqn.APP.add_arguments(parser)
+    arguments = ["--n-step", "2", "--in-step", "--prioritized", "--collectors", "4"]
+    for given, expected in (
+        (arguments, (2, True, True, 4)),
+        ([], (3, False, False, 2)),
+    ):
+        options = parser.parse_args(given)
+        options.quick, options.rounds = False, 1
+        tasks = [cell.task.task for cell in dqn.APP.cells(options, ["shm"])]
+        found = {
+            (one.n_step, one.in_step, one.prioritized, one.collectors) for one in tasks
+        }
+        assert found == {expected}
+
+
 @pytest.mark.parametrize("every", [False, True])
 def test_a_seed_that_reached_the_goal_ends_its_backend(
     every: bool,

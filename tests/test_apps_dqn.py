@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import multiprocessing
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import tqdm
 from hypothesis import given
 from hypothesis import strategies as st
 
 import mq
 from bench.apps.app import AppCell
 from bench.apps.command import BACKENDS, measure
+from bench.apps.dqn import curves, watch
 from bench.apps.dqn.cells import APP, Placed
 from bench.apps.dqn.collector import collect
 from bench.apps.dqn.games import Step, make
@@ -145,7 +150,10 @@ def test_a_killed_collector_is_replaced_and_training_goes_on(backend: str) -> No
 def test_training_goes_on_from_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the program's own options: counters, replay and returns are kept."""
+    """By the program's own options: counters, replay and returns are kept.
+
+    It reports what the bench's rows have, and writes the returns beside it.
+    """
     file = tmp_path / "dqn.pt"
     arguments = ["--backend", "zmq", "--collectors", "1", "--checkpoint", str(file)]
     assert main([*arguments, "--steps", "2000"]) == 0
@@ -161,8 +169,14 @@ def test_training_goes_on_from_a_checkpoint(
     assert second.steps >= 2500
     assert second.iteration > first.iteration
     assert second.returns[: len(first.returns)] == first.returns
-    assert "0 messages lost" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == [file]
+    *_, said = capsys.readouterr().out.splitlines()
+    for figure in ("s/100 iterations", "steps/s", "idle", "in the transport"):
+        assert re.search(rf"\d[\d.e-]*%? {figure}|{figure} [\d.]+%", said), figure
+    assert re.search(r"weights' age [\d.]+ ms, p99 [\d.]+ ms;.* 0 messages lost", said)
+    assert curves.read(tmp_path / "returns.csv") == second.returns
+    names = {"dqn.pt", "returns.csv", "returns.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert (tmp_path / "returns.png").read_bytes().startswith(b"\x89PNG")
 
 
 def played(count: int) -> dict[str, Any]:
@@ -221,6 +235,9 @@ def test_a_checkpoint_changes_nothing_in_what_is_learnt(
         (["--resume"], "--resume needs --checkpoint"),
         (["--role", "learner"], "needs --group"),
         (["--collectors", "0"], "no number from 1 on"),
+        (["--n-step", "0"], "no number from 1 on"),
+        (["--backend", "inproc"], "inproc joins threads of one process"),
+        (["--backend", "zqm"], "did you mean 'zmq'?"),
     ],
 )
 def test_bad_arguments_are_refused_in_words(
@@ -243,6 +260,58 @@ def test_a_missing_or_foreign_checkpoint_is_an_error_in_words(
     Learner(Task("Acrobot-v1")).save(file)
     assert main(["--checkpoint", str(file), "--resume"]) == 1
     assert "Acrobot-v1" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_place_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An hour later all that was learnt would be lost."""
+    for path in (tmp_path / "nodir" / "dqn.pt", tmp_path):
+        assert main(["--checkpoint", str(path), "--game", "Nope-v1"]) == 1
+        said = capsys.readouterr().err
+        assert str(path) in said
+        assert "Nope" not in said, "the learner was made first"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", ["bar", "pipe", "no tqdm"])
+def test_a_person_sees_a_bar_and_a_file_gets_lines(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where tqdm is not installed; each says how far it is, and the mean."""
+    shown = io.StringIO() if kind == "pipe" else Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(watch, "_SPOKEN", -1.0)
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # it has a thread for it
+    if kind == "no tqdm":
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    task = Task(steps=400)
+    learner = Learner(task)
+    with watch.Watch(task).shown() as watched:
+        learner.take(played(100) | {"returns": [7.0] * 100})
+        watched.look(learner)
+    said = shown.getvalue()
+    if kind == "bar":
+        assert re.search(r"25%\|.*100/400 .*step.*mean return 7\.0", said)
+        assert "\n" not in said
+    else:
+        assert said == "100/400 steps, 0 iterations, mean return 7.0\n"
+
+
+def test_the_returns_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
+    """Without a checkpoint, too; the folder is made, and no episode is no picture."""
+    task, place = Task(), tmp_path / "new" / "one"
+    learner = Learner(task)
+    watch.Watch(task, None, place).end(learner)
+    assert [path.name for path in place.iterdir()] == ["returns.csv"]
+    learner.take(played(100))
+    watch.Watch(task, None, place).end(learner)
+    assert (place / "returns.csv").read_text().split() == ["steps,return", "100,100.0"]
+    assert (place / "returns.png").exists()
 
 
 def test_a_damaged_checkpoint_is_an_error_with_the_remedy(tmp_path: Path) -> None:

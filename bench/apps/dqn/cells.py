@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import mq
 from bench.apps.app import App, AppCell, Arguments, count, numbers
@@ -16,9 +15,10 @@ from bench.apps.dqn.crew import collector_name
 from bench.apps.dqn.learner import Learner
 from bench.apps.dqn.tables import columns, game_of, tables
 from bench.apps.dqn.task import CARTPOLE, PONG, Task, preset
-from bench.apps.dqn.training import Summary, Training
+from bench.apps.dqn.training import Training
+from bench.apps.dqn.variants import add_variants, variants
 from bench.peer import Metrics, Peer, Unusable
-from bench.rows import Result, percentiles
+from bench.rows import Result
 
 SEEDS = [0, 1, 2]
 GOAL = 475.0
@@ -57,27 +57,7 @@ def run(peer: Peer) -> Metrics | None:
         raise Unusable(str(error)) from error
     if placed.returns is not None:
         curves.write(placed.returns, learner.returns)
-    return _metrics(summary)
-
-
-def _metrics(summary: Summary) -> Metrics:
-    seconds = summary.seconds
-    ages = percentiles(age * 1000 for age in summary.ages)
-    found = {
-        "value": 100 * seconds / summary.iterations,
-        "seconds": seconds,
-        "steps_per_s": summary.steps / seconds,
-        "idle_share": summary.idle / seconds,
-        "transport_share": summary.transport / seconds,
-        "weights_age_ms": ages["p50"],
-        "weights_age_p99_ms": ages["p99"],
-        "lost": float(summary.lost),
-    }
-    if summary.best is not None:
-        found["best"] = summary.best
-    if summary.reached is not None:
-        found["reached"] = float(summary.reached)
-    return found
+    return summary.figures()
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -112,18 +92,14 @@ def add_arguments(parser: Arguments) -> None:
         default=_ITERATIONS,
         help=f"of the learner, in other games than {CARTPOLE}",
     )
-    parser.add_argument("--collectors", type=count, default=Task.collectors)
-    parser.add_argument("--prioritized", action="store_true")
+    add_variants(parser)
 
 
 def cells(options: argparse.Namespace, backends: Sequence[str]) -> list[AppCell]:
     """CartPole for every seed until its goal, others for some iterations."""
     found = []
     for number_, game in _rounds(options):
-        shared: dict[str, Any] = {
-            "collectors": options.collectors,
-            "prioritized": options.prioritized,
-        }
+        shared = variants(options)
         if game == CARTPOLE:
             steps = 10_000 if options.quick else options.steps
             tasks = [

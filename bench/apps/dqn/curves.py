@@ -1,4 +1,4 @@
-"""Returns by steps: as a file of their own, and as the points of a curve."""
+"""Returns by steps: as a file of their own, and as a curve."""
 
 from __future__ import annotations
 
@@ -54,3 +54,23 @@ def caption(episodes: int) -> str:
         f"What was learnt: the mean return of the last {episodes} episodes, or of as "
         "many as there were by then, by the steps made."
     )
+
+
+def draw(path: Path, game: str, returns: Returns) -> None:
+    """A picture of one training; none without episodes, or without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    if not returns:
+        return
+    episodes = window([returns])
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(title=game)
+    axes.plot(*zip(*returns, strict=True), ".", ms=3, color="#999", label="episodes")
+    axes.plot(*zip(*means(returns, episodes), strict=True), color="#36a", label="mean")
+    axes.set_xlabel("steps of all collectors")
+    axes.set_ylabel("return")
+    axes.legend()
+    figure.supxlabel(caption(episodes), fontsize="small")
+    figure.savefig(path)

@@ -11,8 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from bench.apps.dqn.crew import Crew, play
 from bench.apps.dqn.learner import Learner
 from bench.apps.dqn.task import CARTPOLE, Task, preset
 from bench.apps.dqn.training import Summary, Tick, Training
-
-_SPOKEN = 5.0  # seconds between two lines of progress
-_SAVED = 30.0  # seconds between two checkpoints
+from bench.apps.dqn.variants import add_variants, variants
+from bench.apps.dqn.watch import Watch
+from mq import registry
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,6 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
+        _check_backend(options.backend)
         task = preset(options.game, **_changes(options))
     except ValueError as error:
         parser.error(str(error))
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             options.backend,
             group,
             checkpoint=options.checkpoint,
+            output=options.output,
             resume=options.resume,
             alone=options.role == "learner",
         )
@@ -71,12 +72,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--backend", default="zmq", help="default: %(default)s")
     parser.add_argument("--game", default=CARTPOLE, help="default: %(default)s")
-    parser.add_argument("--collectors", type=count)
+    add_variants(parser)
     parser.add_argument("--steps", type=count, help="of the game, over all collectors")
     parser.add_argument("--goal", type=float, help="mean return at which to stop")
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--prioritized", action="store_true", default=None)
     parser.add_argument("--checkpoint", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="for returns.csv and returns.png (default: where --checkpoint is)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
     parser.add_argument(
         "--role", choices=["all", "learner", "collector"], default="all"
@@ -86,13 +92,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_backend(backend: str) -> None:
+    """Raise ValueError unless it joins processes, and here."""
+    if reason := registry.check(backend):
+        raise ValueError(reason)
+    if not registry.capabilities(backend).separate_processes:
+        raise ValueError(
+            f"{backend} joins threads of one process, and each collector is a process: "
+            "choose another --backend, as shm"
+        )
+
+
 def _changes(options: argparse.Namespace) -> dict[str, Any]:
-    names = {field.name for field in fields(Task)} - {"game"}
-    return {
-        name: value
-        for name, value in vars(options).items()
-        if name in names and value is not None
-    }
+    found = {name: getattr(options, name) for name in ("steps", "goal", "seed")}
+    given = {name: value for name, value in found.items() if value is not None}
+    return given | variants(options)
 
 
 def train(
@@ -101,6 +115,7 @@ def train(
     group: str,
     *,
     checkpoint: Path | None = None,
+    output: Path | None = None,
     resume: bool = False,
     alone: bool = False,
     tick: Tick = lambda _: None,
@@ -108,21 +123,24 @@ def train(
     """Train on a backend; save every half minute and at the end.
 
     Args:
+        output: The folder for the returns; None: where the checkpoint is.
         alone: Whether collectors are started elsewhere.
         tick: Called again and again, at least every second.
 
     Raises:
-        OSError, ValueError: The checkpoint is missing or is of another game.
+        OSError, ValueError: The checkpoint is missing or is of another game, or there
+            is no place for it or the returns.
         mq.MQError: The group cannot be joined, or no collector sends anything.
     """
     # Networks this small take 100 times as long where threads wait for a busy core.
     torch.set_num_threads(1)
+    watched = Watch(task, checkpoint, output)
     learner = Learner(task)
     if resume and checkpoint is not None:
         learner.load(checkpoint)
     with (
         mq.connect(backend, group=group, name="learner") as queue,
-        _Watch(task, checkpoint).shown() as watch,
+        watched.shown() as watch,
         contextlib.ExitStack() as stack,
     ):
         crew = None if alone else stack.enter_context(Crew(backend, group, task))
@@ -138,70 +156,22 @@ def train(
     return summary
 
 
-class _Watch:
-    """Progress on stderr, and checkpoints."""
-
-    def __init__(self, task: Task, checkpoint: Path | None) -> None:
-        self._task = task
-        self._checkpoint = checkpoint
-        self._spoken = self._saved = time.monotonic()
-        self._bar: Any = None
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[_Watch]:
-        """A bar where tqdm is installed and a person looks, else lines."""
-        if sys.stderr.isatty():
-            with contextlib.suppress(ImportError):
-                from tqdm import tqdm
-
-                self._bar = tqdm(
-                    total=self._task.steps, unit="step", file=sys.stderr, leave=False
-                )
-        try:
-            yield self
-        finally:
-            if self._bar is not None:
-                self._bar.close()
-
-    def look(self, learner: Learner) -> None:
-        """Show how far it is and save, where it is time to."""
-        now = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(learner.steps - self._bar.n)
-        if now - self._spoken > _SPOKEN:
-            self._spoken = now
-            self._speak(learner)
-        if self._checkpoint is not None and now - self._saved > _SAVED:
-            self._saved = now
-            learner.save(self._checkpoint)
-
-    def _speak(self, learner: Learner) -> None:
-        mean = learner.mean_return()
-        shown = "-" if mean is None else f"{mean:.1f}"
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"mean return {shown}")
-            return
-        print(
-            f"{learner.steps}/{self._task.steps} steps, "
-            f"{learner.iteration} iterations, mean return {shown}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def end(self, learner: Learner) -> None:
-        """Save for the last time."""
-        if self._checkpoint is not None:
-            learner.save(self._checkpoint)
-
-
 def describe(summary: Summary) -> str:
-    """A summary in one sentence for a person."""
-    seconds = summary.seconds or 1.0
+    """A summary in one sentence for a person: the figures of the bench's rows."""
+    try:
+        figures = summary.figures()
+    except ValueError as error:
+        return str(error)
     best = "-" if summary.best is None else f"{summary.best:.1f}"
+    reached = "" if summary.reached is None else f", goal after {summary.reached} steps"
     return (
         f"{summary.iterations} iterations and {summary.steps} steps in "
-        f"{seconds:.1f} s; learner idle {summary.idle / seconds:.0%}, in the transport "
-        f"{summary.transport / seconds:.1%}; best mean return {best}; "
+        f"{summary.seconds:.1f} s: {figures['value']:.3g} s/100 iterations, "
+        f"{figures['steps_per_s']:.0f} steps/s; learner idle "
+        f"{figures['idle_share']:.0%}, in the transport "
+        f"{figures['transport_share']:.1%}; weights' age "
+        f"{figures['weights_age_ms']:.1f} ms, p99 "
+        f"{figures['weights_age_p99_ms']:.1f} ms; best mean return {best}{reached}; "
         f"{summary.lost} messages lost"
     )
 
