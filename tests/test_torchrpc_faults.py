@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -165,33 +166,94 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
                 os.kill(child, signal.SIGKILL)
 
 
+def _limit_to(free: int) -> None:
+    """Leave this process so many descriptors."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, most))
+
+
 def _poor_main(pipe: Connection) -> None:
-    """Meet one peer, then a second with hardly a descriptor left."""
-    first, second = pipe.recv()
+    """Meet one peer, then several at once with descriptors for few of them."""
+    first, *others = pipe.recv()
     with World(TorchRpcLink, 1) as world:
+        (member,) = world.members
         conn = dial(world, first)
         echoed(world, conn, b"hello")
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        used = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, most))
-        refused = world.members[0].link.dial(second)
-        world.lost(0, refused)
-        echoed(world, conn, b"still here")
-        pipe.send(world.members[0].events[-1].reason)
+        _limit_to(50)
+        conns = [member.link.dial(address) for address in others]
+        world.until(lambda: len(member.events) > len(conns), "OPENED or LOST of each")
+        for opened in member.conns(What.OPENED):
+            echoed(world, opened, b"still here")
+        pipe.send([event.reason for event in member.events if event.reason])
 
 
-def test_a_process_without_descriptors_refuses_a_peer_and_lives_on() -> None:
-    """TensorPipe would end it: `connectFromLoop: too many open files`."""
+def test_a_process_without_descriptors_refuses_peers_and_lives_on() -> None:
+    """TensorPipe would end it, some time later: `connectFromLoop: too many open files`.
+
+    So what a peer will take counts from before it is met.
+    """
+    with contextlib.ExitStack() as peers:
+        addresses = [peers.enter_context(peer_process())[0] for _ in range(6)]
+        poor = peers.enter_context(_process(_poor_main))
+        poor.send(addresses)
+        assert poor.poll(PATIENCE)
+        reasons = poor.recv()
+    assert 0 < len(reasons) < 5, reasons
+    assert all("raise it with `ulimit -n`" in reason for reason in reasons)
+
+
+def _member_main(pipe: Connection) -> None:
+    """A member until it is told to leave; the process cannot have been ended then."""
+    with mq.connect("torchrpc", group=pipe.recv(), name=f"m{os.getpid()}"):
+        pipe.send(None)
+        pipe.recv()
+    pipe.send("left")
+
+
+def _poor_member_main(pipe: Connection) -> None:
+    """Connect with descriptors for a queue, but not for all of its peers."""
+    group = pipe.recv()
+    _limit_to(66)
+    try:
+        mq.connect("torchrpc", group=group, name="poor", connect_timeout=2)
+    except mq.MQError as error:
+        pipe.send((type(error).__name__, str(error)))
+
+
+@contextlib.contextmanager
+def _process(main: Callable[[Connection], None]) -> Iterator[Connection]:
+    """A process and the pipe to it; killed at the end."""
     ours, theirs = context.Pipe()
-    with peer_process() as (first, _), peer_process() as (second, _):
-        poor = context.Process(target=_poor_main, args=(theirs,), daemon=True)
-        poor.start()
-        theirs.close()
-        ours.send((first, second))
-        try:
-            assert ours.poll(PATIENCE)
-            assert "RLIMIT_NOFILE" in ours.recv()
-        finally:
-            poor.join(PATIENCE)
-            poor.close()
-            ours.close()
+    process = context.Process(target=main, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join(PATIENCE)
+        process.close()
+        ours.close()
+
+
+def test_a_member_that_is_poor_in_descriptors_is_told_what_to_do() -> None:
+    """`connect` ends by an error, and neither its process nor another one does."""
+    group = f"poor-{os.getpid()}"
+    with contextlib.ExitStack() as stack:
+        mains = [_member_main] * 4 + [_poor_member_main]
+        pipes = [stack.enter_context(_process(main)) for main in mains]
+        *members, poor = pipes
+        for member in members:
+            member.send(group)
+            assert member.poll(PATIENCE)
+            member.recv()
+        poor.send(group)
+        assert poor.poll(PATIENCE)
+        kind, text = poor.recv()
+        assert kind == "ConnectTimeout"
+        assert "raise it with `ulimit -n`" in text
+        for member in members:
+            member.send("leave")
+            assert member.poll(PATIENCE)
+            assert member.recv() == "left"

@@ -7,8 +7,8 @@ added to it one by one. All queues of the process share it (`_torchrpc_shared`).
 
 **Aborts.** TensorPipe ends the process where it should raise. So `basic` and `uv` are
 always among the channels and transports; URLs are checked before they are used; no
-future is resolved after the agent is gone; no peer is added without descriptors to
-spare; nothing is pending when the interpreter exits; a forked child lets go of the
+future is resolved after the agent is gone; no peer is met without descriptors for it;
+nothing is pending when the interpreter exits; a forked child lets go of the
 agent without destroying it.
 """
 
@@ -17,13 +17,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
-import errno
 import importlib
 import itertools
 import logging
-import os
 import pickle
-import resource
 import secrets
 import threading
 from dataclasses import dataclass
@@ -35,6 +32,7 @@ from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
 from transports._torchrpc_aliases import Aliases, Pairs
 from transports._torchrpc_calls import Peer, echo, failure, lifelines, rpc, total
+from transports._torchrpc_descriptors import Descriptors, check_start, pipe_size
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +55,6 @@ GPU_CHANNELS: Final = ("cuda_ipc", "cuda_gdr", "cuda_xth", "cuda_basic")
 MAX_PEERS: Final = 32767
 """Ids of peers are 16 bits wide and never used again."""
 SELF_TEST_SECONDS: Final = 10.0
-DESCRIPTORS: Final = 24
-"""Free descriptors without which no peer is added; `mpt_uv` takes 19, `cma` four."""
 
 _PRIVATE: Final = (
     "TensorPipeAgent",
@@ -171,6 +167,7 @@ class Agent:
         url: Where other agents reach it, such as ``uv://127.0.0.1:40000``; "" for one
             that the application started.
         worker: Its name in the application's group; "" for one of ours.
+        descriptors: Those that connections under way will still take.
     """
 
     def __init__(self, options: Options) -> None:
@@ -178,6 +175,8 @@ class Agent:
         self.id = secrets.token_hex(16)
         self.url = self.worker = ""
         self.users = 0
+        size = pipe_size(options.transports, options.channels)
+        self.descriptors = Descriptors(size)
         self._peers: dict[tuple[str, Pairs], Peer] = {}
         self._aliases = Aliases(options.maps)
         self._devices: list[torch.device] = []
@@ -198,8 +197,11 @@ class Agent:
         if private._is_current_rpc_agent_set():
             self._agent = private._get_current_rpc_agent()
             self.worker = self._agent.get_worker_info().name
+            # What the application chose cannot be asked for: by default, everything.
+            self.descriptors = Descriptors(pipe_size(TRANSPORTS, CHANNELS))
             return
         options, name = self.options, f"mq-{self.id}"
+        check_start(options.transports, options.channels)
         self._store = dist.HashStore()
         self._store.set_timeout(datetime.timedelta(seconds=5))
         self._devices = gpus(options.devices)
@@ -255,7 +257,6 @@ class Agent:
             return known
 
     def _add(self, url: str, pairs: Pairs = ()) -> Peer:
-        _check_descriptors()
         number = next(self._ids)
         if number > MAX_PEERS:
             raise OSError(
@@ -359,21 +360,6 @@ def _equal(sent: Any, answer: Any) -> bool:
     if isinstance(sent, torch.Tensor):
         return isinstance(answer, torch.Tensor) and bool(sent.equal(answer))
     return bool(sent == answer)
-
-
-def _check_descriptors() -> None:
-    """Raises: OSError, where TensorPipe would abort for want of descriptors."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except OSError:  # not even one is free
-        used = limit
-    if limit != resource.RLIM_INFINITY and used + DESCRIPTORS > limit:
-        raise OSError(
-            errno.EMFILE,
-            f"{used} file descriptors are open and RLIMIT_NOFILE is {limit}, but a "
-            f"peer needs up to {DESCRIPTORS}; raise it with `ulimit -n`",
-        )
 
 
 if not UNAVAILABLE:

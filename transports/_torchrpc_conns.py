@@ -23,6 +23,7 @@ from mq.devices import Piece, leaving
 from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
 from transports import _torchrpc_calls as calls
 from transports._torchrpc_bodies import Body, is_tensor, outgoing, size_of
+from transports._torchrpc_descriptors import Promise
 from transports._torchrpc_pieces import unwrap, weight, wrapped
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ GRACE_SECONDS: Final = 2.0
 
 
 class RpcConn(Conn):
-    """One end of a connection, from its greeting on."""
+    """One end of a connection, from its greeting on.
+
+    Attributes:
+        promise: The descriptors that TensorPipe may take for it.
+    """
 
     keeps_body: ClassVar[bool] = True
 
@@ -48,6 +53,7 @@ class RpcConn(Conn):
         self.token = link.new_token()
         self.reason = ""
         self.closed = False
+        self.promise: Promise | None = None
         self._link = link
         self._first: What | None = None
         self._peer: calls.Peer | None = None
@@ -86,9 +92,15 @@ class RpcConn(Conn):
         Raises:
             OSError: The peer cannot be added to the agent.
         """
-        self._peer = self._link.agent.peer(
-            greeting.agent, greeting.url, greeting.worker, self._link.pairs(greeting)
-        )
+        self.promise = self.promise or self._link.agent.descriptors.promise()
+        pairs = self._link.pairs(greeting)
+        try:
+            self._peer = self._link.agent.peer(
+                greeting.agent, greeting.url, greeting.worker, pairs
+            )
+        except BaseException:
+            self.promise.end(met=False)
+            raise
         self.devices = self._link.carried(greeting, self._peer.mapped)
         self._theirs = bytes.fromhex(greeting.token)
         self._greeting = greeting
@@ -191,6 +203,8 @@ class RpcConn(Conn):
             with leaving(pieces) if pieces else nullcontext():
                 call = self._peer.call(calls.deliver, arguments, with_tensors)
             self._calls.append((call, nbytes))
+            if self.promise is not None and self.promise.call is None:
+                self.promise.call = call
         except RuntimeError as error:
             self.fail(f"TensorPipe cannot reach the peer: {error}")
         self._sent += 1
@@ -231,6 +245,8 @@ class RpcConn(Conn):
     def arrive(self, sequence: int, heads: Any, bodies: Any) -> Any:
         """Take a batch; in a thread of TensorPipe's, as little as can be."""
         link = self._link
+        if self.promise is not None:
+            self.promise.heard = True
         nbytes = None
         if unwrap(bodies, link.devices, link.piece_bytes):
             nbytes = size_of(heads, bodies, link.chunk_bytes)
@@ -358,6 +374,8 @@ class RpcConn(Conn):
             held, self._held = self._held, []
             self._arrived.clear()
         calls.receivers.pop(self.token, None)
+        if self.promise is not None:
+            self.promise.end(met=self._peer is not None)
         if self._peer is not None:
             self._peer.listeners.pop(self, None)
         self._answer(held, False)

@@ -115,6 +115,16 @@ class Control:
         self._received = bytearray()
         sock.setblocking(False)
 
+    def connect(self, host: str, port: int) -> None:
+        """Begin to connect; what is sent meanwhile is kept.
+
+        Raises:
+            OSError: It cannot even begin.
+        """
+        code = self._socket.connect_ex((host, port))
+        if code not in (0, errno.EINPROGRESS):
+            raise OSError(code, errno.errorcode.get(code, str(code)))
+
     @property
     def events(self) -> int:
         """What to ask epoll for."""
@@ -189,23 +199,10 @@ class Control:
         self._socket.close()
 
 
-def dial(host: str, port: int) -> Control:
-    """Begin to connect; what is sent meanwhile is kept.
-
-    Raises:
-        OSError: It cannot even begin.
-    """
+def unconnected(host: str) -> Control:
+    """A socket for a host of this address family."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    control = Control(sock)
-    try:
-        code = sock.connect_ex((host, port))
-        if code not in (0, errno.EINPROGRESS):
-            raise OSError(code, errno.errorcode.get(code, str(code)))
-    except BaseException:
-        control.close()
-        raise
-    return control
+    return Control(socket.socket(family, socket.SOCK_STREAM))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -79,7 +79,7 @@ def _start(options: Options) -> Agent:
             if options.devices not in _tested:
                 agent.self_test()
                 _tested.add(options.devices)
-    except OSError:
+    except (OSError, TransportUnavailable):
         _give_up(agent)
         raise
     except Exception as error:  # whatever a torch of another version raises

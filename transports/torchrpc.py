@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,14 +182,15 @@ class TorchRpcLink(Link):
 
     def dial(self, address: str) -> Conn:
         host, port, link = net.split(address)
-        try:
-            sock = control.dial(host, port)
-        except OSError as error:
-            nobody = self._new(address, Control(socket.socket()))
-            nobody.control.close()
-            nobody.fail(f"cannot dial {address}: {error}")
-            return nobody
+        sock = control.unconnected(host)
         conn = self._new(address, sock)
+        try:
+            conn.promise = self.agent.descriptors.promise()
+            sock.connect(host, port)
+        except OSError as error:
+            sock.close()
+            conn.fail(f"cannot dial {address}: {error}")
+            return conn
         self._sockets.add(sock, conn)
         conn.expect()
         self._sockets.send(sock, self._greeting(conn, link).note())
