@@ -60,6 +60,7 @@ class AutoLink(Link):
         wanted: dict[Link, list[str]] = {link: [] for link in self._links}
         for link in self._links:
             link.insecure = self.insecure
+            link.member_name = self.member_name
         for address in listen:
             wanted[self._link_of(address)].append(address)
         opened: list[Link] = []

@@ -111,6 +111,7 @@ def join(
     check_descriptors()
     link = registry.create(settings.backend, options)
     link.insecure = settings.insecure
+    link.member_name = settings.name
     meeting: Rendezvous | None = None
     poller = Poller()
     if link.capabilities.reach == "process":

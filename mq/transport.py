@@ -223,6 +223,8 @@ class Link(ABC):
         insecure: Whether the user has said `insecure=True`; set before `open`. The
             mesh asks for it or a secret before it opens a link on a routable address.
             A link asks by itself where a secret does not protect what it opens.
+        member_name: What the member is called whose link this is, for a link whose
+            options name members; set before `open`.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -232,6 +234,7 @@ class Link(ABC):
     malformed: int = 0
     lender: Lender | None = None
     insecure: bool = False
+    member_name: str = ""
     devices: frozenset[str] = frozenset()
     piece_bytes: int = PIECE_BYTES
 

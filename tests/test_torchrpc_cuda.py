@@ -14,6 +14,7 @@ from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_calls as calls
+from transports import _torchrpc_devices as devices
 from transports import _torchrpc_shared as shared
 from transports.torchrpc import TorchRpcLink
 from transports.torchrpc_cuda import TorchRpcCudaLink
@@ -93,6 +94,44 @@ def test_a_map_is_resolved_with_what_the_peer_reports(
     assert described[1]["engine"]["local devices"] == "cuda:0,cuda:1"
     for words in ("local devices cuda:0", "device map 2_0_1", "device map 1_0_0"):
         assert words in caplog.text
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("rank", "key", "expected"),
+    [
+        ("", "b", "b_0_1"),
+        ("3", "b", "b_0_1"),  # the name counts first
+        ("3", "3", "3_0_1"),
+        ("", "other", "b_0_0,b_1_1"),
+    ],
+)
+def test_a_map_knows_members_by_their_names_and_then_by_their_ranks(
+    monkeypatch: pytest.MonkeyPatch, rank: str, key: str, expected: str
+) -> None:
+    """By the names of `connect`; what `describe` shows can be read as a map again."""
+    monkeypatch.delenv("MQ_NAME", raising=False)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    wanted = {key: {0: 1}}
+    with (
+        mq.connect("cuda", group="names", name="b", device_map=wanted) as b,
+        mq.connect("cuda", group="names", name="a", device_map=wanted) as a,
+    ):
+        described = a.describe()["peers"]["b"]["connection"]["device map"]
+        assert described == expected
+        assert devices.parse(described)
+        waits = b.describe()["engine"].get("device map waits for")
+        assert waits == ("other_0_1" if key == "other" else None)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_map_of_a_nameless_peer_can_be_read() -> None:
+    """A link that no queue has opened says no name."""
+    with World(TorchRpcCudaLink) as world:
+        conn, _ = world.connect()
+        pairs = {"peer": {0: 0, 1: 1}}
+        assert devices.parse(conn.describe()["device map"]) == pairs
 
 
 @pytest.mark.usefixtures("two_gpus")

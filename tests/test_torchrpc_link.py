@@ -203,7 +203,7 @@ def greeting(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("note", "words"),
     [
-        (greeting(protocol=2), "version 2"),
+        (greeting(protocol=1), "version 1"),
         (greeting(torch="1.9"), "torch 1.9"),
         (greeting(channels=["xth"]), "no TensorPipe channel in common"),
         (greeting(url="uv://somewhere"), "no URL"),
@@ -396,7 +396,7 @@ def test_a_member_of_another_protocol_is_named_with_the_remedy(
 ) -> None:
     """`connect` tells what its member has heard, when its time is over."""
     with mq.connect("torchrpc", group="versions", name="old"):
-        monkeypatch.setattr(control, "PROTOCOL", 2)
+        monkeypatch.setattr(control, "PROTOCOL", control.PROTOCOL + 1)
         begin = time.monotonic()
         with pytest.raises(mq.ConnectTimeout) as caught:
             mq.connect("torchrpc", group="versions", name="new", connect_timeout=1)

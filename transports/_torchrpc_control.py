@@ -18,7 +18,7 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 NOTE_BYTES: Final = 16 * 1024
 _LENGTH: Final = struct.Struct(">I")
 
@@ -40,6 +40,7 @@ class Greeting:
         token: What calls to this end of the connection must carry.
         link: The link that is dialled ("": whoever listens there).
         member: What device maps call this process.
+        rank: What they may call it too: its rank, as its launcher has set it, or "".
         cuda_devices: How many CUDA devices it has.
         gpus: Those of them that take tensors, by index.
     """
@@ -52,6 +53,7 @@ class Greeting:
     token: str
     link: str = ""
     member: str = ""
+    rank: str = ""
     cuda_devices: int = 0
     gpus: tuple[int, ...] = ()
     protocol: int = PROTOCOL

@@ -172,6 +172,12 @@ def all_declared(
     return tuple((pairs, count) for pairs, count in found.items() if pairs)
 
 
+def entry(wanted: DeviceMap, member: str, rank: str) -> str:
+    """By which of its names a map knows a peer, of those that the peer goes by."""
+    found = next((name for name in (member, rank) if name in wanted), "")
+    return found or member or rank
+
+
 def resolve(
     wanted: DeviceMap,
     peer: str,

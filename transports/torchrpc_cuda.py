@@ -23,6 +23,8 @@ CHANNELS: Final = ("cma", "basic", "cuda_ipc", "cuda_basic")
 FALLBACK: Final = "cuda_basic"
 """The channel that works between any two GPUs. Where an end lacks it nothing on a GPU
 may travel: without a channel for it TensorPipe aborts both processes."""
+NAMELESS: Final = "peer"
+"""What `describe` calls a peer that has said no name, so that its map can be read."""
 
 
 class TorchRpcCudaLink(TorchRpcLink):
@@ -35,8 +37,9 @@ class TorchRpcCudaLink(TorchRpcLink):
         device_map: ``{peer: {local GPU: peer's GPU}}``, or text such as
             ``1_0_1,2_0_2``; for other peers each GPU goes to that of the same index.
         local_devices: The GPUs of this process that take part; default: all visible.
-        map_name: What the device maps of others call this process; default: `MQ_NAME`,
-            else `RANK`, of the environment.
+        map_name: What the device maps of others call this process; default: the name
+            of the member, and where a map does not name that, `RANK` of the
+            environment.
         max_gpu_peers: Peers at a time, beside those that `device_map` names, to which
             tensors on GPUs travel; to others they are staged. Each costs every call
             about 0.1 us.
@@ -63,11 +66,11 @@ class TorchRpcCudaLink(TorchRpcLink):
         options.setdefault("channels", rpc_agent.channels_here(CHANNELS))
         super().__init__(**options)
         self._max_gpu_peers = max_gpu_peers
-        environment = os.environ.get("MQ_NAME") or os.environ.get("RANK") or ""
-        self._map_name = environment if map_name is None else map_name
+        self._map_name = map_name
+        self._names = ("", "")
         self._wanted = devices.parse(device_map)
         self._local_devices = local_devices
-        self._met = {self._map_name}
+        self._met: set[str] = set()
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -88,8 +91,13 @@ class TorchRpcCudaLink(TorchRpcLink):
         count = torch.cuda.device_count()
         self._local = devices.local_devices(self._local_devices, count)
         devices.check_local(self._wanted, self._local, count)
-        size = os.environ.get("WORLD_SIZE", "")
-        if size.isdecimal() and self._map_name == os.environ.get("RANK"):
+        rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+        if self._map_name is None:
+            self._names = self.member_name, rank
+        else:
+            self._names = self._map_name, ""
+        self._met = {*self._names}
+        if size.isdecimal() and rank and rank in self._names:
             devices.check_ranks(self._wanted, int(size))
         others = self._max_gpu_peers + 1  # this process is one, for the self-test
         self._options = replace(
@@ -105,7 +113,8 @@ class TorchRpcCudaLink(TorchRpcLink):
     def _greeting(self, conn: RpcConn, link: str = "") -> Greeting:
         return replace(
             super()._greeting(conn, link),
-            member=self._map_name,
+            member=self._names[0],
+            rank=self._names[1],
             cuda_devices=torch.cuda.device_count(),
             gpus=self._local,
         )
@@ -118,14 +127,16 @@ class TorchRpcCudaLink(TorchRpcLink):
             raise BadNote(str(error)) from error
 
     def _resolve(self, peer: Greeting) -> devices.DeviceMap:
+        name = devices.entry(self._wanted, peer.member, peer.rank)
         found = devices.resolve(
-            self._wanted, peer.member, self._local, peer.cuda_devices, peer.gpus
+            self._wanted, name, self._local, peer.cuda_devices, peer.gpus
         )
-        self._met.add(peer.member)
-        return {peer.member: found}
+        self._met.add(name)
+        return {name or NAMELESS: found}
 
     def pairs(self, peer: Greeting) -> Pairs:
-        return devices.declared(self._wanted, peer.member, self._local)
+        name = devices.entry(self._wanted, peer.member, peer.rank)
+        return devices.declared(self._wanted, name, self._local)
 
     def carried(self, peer: Greeting, mapped: bool) -> Mapping[str, str]:
         if not mapped or not self.devices or FALLBACK not in peer.channels:
