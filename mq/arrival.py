@@ -249,6 +249,8 @@ def _raise_refusal(name: str, dial: Dial) -> None:
         return
     who = repr(name) if name else "the member"
     text = f"{who} at {dial.address} refused this member: {dial.error}"
+    if dial.refusal == hs.LINK:
+        text = f"{who} at {dial.address} and this member do not fit: {dial.error}"
     if dial.refusal == hs.SECRET:
         raise AuthenticationFailed(f"{text}. Use the same secret everywhere")
     raise ConnectRefused(text)

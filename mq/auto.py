@@ -84,6 +84,10 @@ class AutoLink(Link):
             "queue uses"
         )
 
+    def connected(self) -> None:
+        for link in self._links:
+            link.connected()
+
     def dial(self, address: str) -> Conn:
         return self._link_of(address).dial(address)
 

@@ -145,6 +145,7 @@ def join(
             joined.record = arrival.claim()
             arrival.greet_all()
         dial_explicit(settings, driver, deadline)
+        driver.run(link.connected)
     except BaseException:
         if driver is not None:
             driver.closing = True

@@ -85,11 +85,18 @@ class What(enum.Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened to a connection; `reason` is text for LOST."""
+    """One thing that happened to a connection.
+
+    Attributes:
+        reason: Text for LOST.
+        refused: For LOST, whether the two ends do not fit and never will, such as for
+            their versions or options: a `connect` that dials ends by ConnectRefused.
+    """
 
     what: What
     conn: Conn
     reason: str = ""
+    refused: bool = False
 
 
 class Conn(ABC):
@@ -289,6 +296,10 @@ class Link(ABC):
         A call ends, however much arrives meanwhile: a connection that was READABLE and
         was not emptied is reported again by the next call, after the others.
         """
+
+    def connected(self) -> None:
+        """`connect` has greeted everyone there; for what is worth a line in the log."""
+        return
 
     def describe(self) -> Mapping[str, str]:
         """What was chosen for the engine, by default too; for `MQ.describe` and logs.

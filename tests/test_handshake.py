@@ -8,13 +8,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Parcel, ScriptedConn
+from scripted import Parcel, ScriptedConn, ScriptedLink
 from world import World
 
 from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.handshake import Greeting, Handshake, Refusal, VersionMismatch
 from mq.mesh.wire import Malformed
+from mq.transport import Event, What
 
 GREETING = World().config("someone").greeting()
 Frames = tuple[bytes, bytes, bytes, bytes]
@@ -200,6 +201,30 @@ def test_another_version_of_the_protocol_is_named() -> None:
     hello[7] = 9
     with pytest.raises(VersionMismatch, match=r"version 9.*install the same"):
         listener.challenge(bytes(hello))
+
+
+def test_links_that_do_not_fit_end_a_first_dial_but_no_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A joiner is told at once; who was in session may yet be reached again."""
+    world = World("a", "b")
+
+    def misfit(link: ScriptedLink, what: What, conn: ScriptedConn, _: str = "") -> None:
+        if what is What.LOST:
+            link._events.append(Event(what, conn, "they do not fit", refused=True))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ScriptedLink, "report", misfit)
+        patch.setattr(world.net, "on_dial", lambda near, far: "fail")
+        dial = world.add("c").dial(world["a"])
+        world.cut("a", "b")
+        world.advance(2.0)
+        assert dial.done
+        assert (dial.refusal, dial.error) == (hs.LINK, "they do not fit")
+        assert len(world["a"].mesh.sessions) == len(world["b"].mesh.sessions) == 1
+    world.advance(2.0)
+    assert world["a"].peers() == ["b"]
+    assert world["a"].session(world["b"]).stats.connections == 2
 
 
 def test_an_unproven_refusal_ends_no_session() -> None:

@@ -163,6 +163,44 @@ def test_a_map_to_a_gpu_that_the_peer_lacks_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("met_by", ["rendezvous", "address"])
+@pytest.mark.parametrize("wrong", ["b_0_7", "a_0_7"])
+def test_connect_refuses_a_map_that_does_not_fit_a_peer(
+    wrong: str, met_by: str
+) -> None:
+    """At once, whichever end finds out: waiting would change nothing."""
+    listen = None if met_by == "rendezvous" else "torchrpc://127.0.0.1:0"
+    options: dict[str, Any] = {
+        "group": "misfits",
+        "device_map": wrong,
+        "secret": "a secret",
+        "connect_timeout": PATIENCE,
+    }
+    with mq.connect("cuda", name="b", listen=listen, **options) as b:
+        attach_to = b.describe()["addresses"] if listen else ()
+        with pytest.raises(mq.ConnectRefused) as caught:
+            mq.connect("cuda", name="a", attach_to=attach_to, **options)
+        name = wrong[0]
+        assert f"device map {wrong}: member {name!r} has no GPU 7" in str(caught.value)
+        assert "do not fit" in str(caught.value)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_connect_warns_of_members_that_a_map_waits_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A misspelt name is a member that never comes; one that is there is no news."""
+    options: dict[str, Any] = {"group": "late", "device_map": "a_0_0,b_0_1,c_1_0"}
+    with caplog.at_level("WARNING"), mq.connect("cuda", name="a", **options):
+        (first,) = caplog.messages
+        caplog.clear()
+        with mq.connect("cuda", name="b", **options):
+            (second,) = caplog.messages
+    assert first.endswith("b_0_1,c_1_0 names members that are not there yet: 'b', 'c'")
+    assert second.endswith("c_1_0 names members that are not there yet: 'c'")
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_a_connection_says_where_tensors_arrive() -> None:
     """By the map, or index by index; `describe` shows it."""
     make = functools.partial(TorchRpcCudaLink, device_map="b_0_1", map_name="b")

@@ -43,6 +43,7 @@ class RpcConn(Conn):
 
     Attributes:
         promise: The descriptors that TensorPipe may take for it.
+        refused: Whether it broke since the ends do not fit.
     """
 
     keeps_body: ClassVar[bool] = True
@@ -52,7 +53,7 @@ class RpcConn(Conn):
         self.control = control
         self.token = link.new_token()
         self.reason = ""
-        self.closed = False
+        self.closed = self.refused = False
         self.promise: Promise | None = None
         self._link = link
         self._first: What | None = None
@@ -336,7 +337,7 @@ class RpcConn(Conn):
                 return  # the mesh comes back, after others had their turn
         if self._body is None and self._over():
             self._shut()
-            yield Event(What.LOST, self, self.reason)
+            yield Event(What.LOST, self, self.reason, self.refused)
 
     def _next_event(self) -> Event | None:
         if self._first is not None:

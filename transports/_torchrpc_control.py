@@ -27,6 +27,10 @@ class BadNote(ValueError):
     """What came is no note, or not the one that must come now."""
 
 
+class Misfit(BadNote):
+    """The two ends do not fit, and will not as long as both live."""
+
+
 @dataclass(frozen=True)
 class Greeting:
     """What an end of a connection tells the other.

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from transports import _torchrpc_control as control
-from transports._torchrpc_control import BadNote, Control
+from transports._torchrpc_control import BadNote, Control, Misfit
 
 if TYPE_CHECKING:
     from transports._torchrpc_conns import RpcConn
@@ -112,17 +112,17 @@ class Sockets:
                 self.epoll.modify(sock.fd, sock.events)
                 return
         except (BadNote, OSError) as error:
-            self._refuse(sock, str(error))
+            self._refuse(sock, str(error), isinstance(error, Misfit))
             return
         self._ended(sock)
 
-    def _refuse(self, sock: Control, reason: str) -> None:
+    def _refuse(self, sock: Control, reason: str, final: bool) -> None:
         """End a socket over what came from it; its peer is told why."""
         self._link.malformed += 1
         if sock.fd in self.strangers:
-            sock.send({"refused": reason})
+            sock.send({"refused": reason, "final": final})
         logger.debug("refused %s: %s", sock.remote, reason)
-        self._drop(sock, reason)
+        self._drop(sock, reason, final)
 
     def _ended(self, sock: Control) -> None:
         conn = self.conns.get(sock.fd)
@@ -134,10 +134,11 @@ class Sockets:
         if conn is not None:
             conn.control_ended()
 
-    def _drop(self, sock: Control, reason: str) -> None:
+    def _drop(self, sock: Control, reason: str, final: bool = False) -> None:
         conn = self.conns.get(sock.fd)
         self.forget(sock)
         if conn is not None:
+            conn.refused = final
             conn.fail(reason)
 
     def forget(self, sock: Control) -> None:

@@ -30,7 +30,7 @@ from transports import _torchrpc_net as net
 from transports import _torchrpc_shared as shared
 from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
-from transports._torchrpc_control import BadNote, Control, Greeting
+from transports._torchrpc_control import BadNote, Control, Greeting, Misfit
 from transports._torchrpc_sockets import Sockets
 
 logger = logging.getLogger(__name__)
@@ -217,7 +217,8 @@ class TorchRpcLink(Link):
         if not stranger:
             raise BadNote("a note that nobody expects")
         if conn is not None and isinstance(note.get("refused"), str):
-            raise OSError(f"refused: {note['refused'][:1000]}")
+            reason = f"refused: {note['refused'][:1000]}"
+            raise Misfit(reason) if note.get("final") is True else OSError(reason)
         greeting = control.greeting_of(note)
         self._check(greeting)
         if conn is not None:
@@ -237,21 +238,22 @@ class TorchRpcLink(Link):
         Raises:
             BadNote: It says why.
         """
+        # First: whoever else has got this port is not what was looked for.
+        if peer.link not in ("", self._id):
+            raise BadNote("the link that was dialled does not listen here any more")
         mine = _release(torch.__version__)
         if peer.torch != mine:
-            raise BadNote(
+            raise Misfit(
                 f"one end has torch {mine}, the other torch {peer.torch}; TensorPipe "
                 "does not talk between releases, so install the same everywhere"
             )
-        if peer.link not in ("", self._id):
-            raise BadNote("the link that was dialled does not listen here any more")
         if bool(peer.worker) != bool(self.agent.worker):
-            raise BadNote(
+            raise Misfit(
                 "one end uses an RPC agent that its application started, the other "
                 "does not; such agents only reach members of their own RPC group"
             )
         if not set(peer.channels) & set(self._options.channels):
-            raise BadNote(
+            raise Misfit(
                 f"no TensorPipe channel in common: {self._options.channels} and "
                 f"{peer.channels}"
             )
@@ -259,7 +261,7 @@ class TorchRpcLink(Link):
             try:
                 net.check_url(peer.url, self._options.transports)
             except ValueError as error:
-                raise BadNote(str(error)) from error
+                raise Misfit(str(error)) from error
 
     # -- what happened ----------
 

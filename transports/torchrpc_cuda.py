@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +16,10 @@ from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_devices as devices
 from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
-from transports._torchrpc_control import BadNote, Greeting
+from transports._torchrpc_control import Greeting, Misfit
 from transports.torchrpc import TorchRpcLink
+
+logger = logging.getLogger(__name__)
 
 CHANNELS: Final = ("cma", "basic", "cuda_ipc", "cuda_basic")
 """By default, as far as torch has them: `cuda_ipc` between processes of one host."""
@@ -124,7 +127,7 @@ class TorchRpcCudaLink(TorchRpcLink):
         try:
             self._resolve(peer)
         except ValueError as error:
-            raise BadNote(str(error)) from error
+            raise Misfit(str(error)) from error
 
     def _resolve(self, peer: Greeting) -> devices.DeviceMap:
         name = devices.entry(self._wanted, peer.member, peer.rank)
@@ -147,10 +150,20 @@ class TorchRpcCudaLink(TorchRpcLink):
     def describe(self) -> Mapping[str, str]:
         described = dict(super().describe())
         described["local devices"] = ",".join(f"cuda:{index}" for index in self._local)
-        missing = {p: m for p, m in self._wanted.items() if p not in self._met}
-        if missing:
+        if missing := self._missing():
             described["device map waits for"] = devices.describe(missing)
         return described
+
+    def connected(self) -> None:
+        if missing := self._missing():
+            logger.warning(
+                "the device map %s names members that are not there yet: %s",
+                devices.describe(missing),
+                ", ".join(map(repr, missing)),
+            )
+
+    def _missing(self) -> devices.DeviceMap:
+        return {p: m for p, m in self._wanted.items() if p not in self._met}
 
     def describe_peer(
         self, peer: Greeting, carried: Mapping[str, str]

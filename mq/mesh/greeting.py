@@ -52,7 +52,12 @@ class Greetings(Dialling):
         if event.what is What.OPENED:
             self._send(conn, greeter, greeter.handshake.hello())
         elif event.what is What.LOST:
-            self._fail(conn, greeter, event.reason or "connection lost")
+            reason = event.reason or "connection lost"
+            dial = greeter.dial
+            if event.refused and dial is not None and not dial.returning:
+                self._refuse_dial(conn, dial, hs.LINK, reason)
+            else:
+                self._fail(conn, greeter, reason)
         elif event.what is What.READABLE:
             self._read(conn, greeter)
 

@@ -74,6 +74,8 @@ SELF = "self"
 REPLACED = "replaced"
 LEAVING = "leaving"
 RESET = "reset"
+LINK = "link"
+"""Never sent: the links of both ends do not fit."""
 
 _greeting = msgspec.msgpack.Decoder(Greeting)
 _refusal = msgspec.msgpack.Decoder(Refusal)
