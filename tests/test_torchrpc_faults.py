@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 from link_world import PATIENCE, World
 from torchrpc_links import context, dial, echoed, peer_process
 
 import mq
 from mq.testing.proxy import Proxy
 from mq.transport import Conn, What
+from transports import _torchrpc_agent as rpc_agent
+from transports import _torchrpc_shared as shared
+from transports._torchrpc_agent import private, rpc
 from transports.torchrpc import TorchRpcLink
 
 
@@ -164,6 +168,53 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
             ours.close()
             if child:
                 os.kill(child, signal.SIGKILL)
+
+
+def test_queues_outlive_a_shutdown_of_their_agent_by_the_application() -> None:
+    """Those that are open start another agent, and so does the next `connect`."""
+    options: dict[str, Any] = {"group": "shut down", "connect_timeout": PATIENCE}
+    with (
+        mq.connect("torchrpc", name="a", **options) as a,
+        mq.connect("torchrpc", name="b", **options) as b,
+    ):
+        a.subscribe("t", timeout=PATIENCE)
+        b.publish("t", bytes(500_000), timeout=PATIENCE)
+        first = shared._current
+        rpc.shutdown(graceful=False)
+        with mq.connect("torchrpc", name="c", **options) as c:
+            assert shared._current not in (None, first)
+            c.wait_for_subscribers("t", 1, timeout=PATIENCE)
+            b.publish("t", "old", timeout=PATIENCE)
+            c.publish("t", "new", timeout=PATIENCE)
+            sizes = [a.recv(timeout=PATIENCE).payload for _ in range(3)]
+            assert sorted(map(len, sizes)) == [3, 3, 500_000]
+    assert shared._current is None
+    assert not private._is_current_rpc_agent_set()
+
+
+def test_a_link_reaches_other_processes_by_another_agent() -> None:
+    """Their connections were lost with the first; calls to it do not go astray."""
+    with peer_process() as (address, _), World(TorchRpcLink, 1) as world:
+        (member,) = world.members
+        conn = dial(world, address)
+        echoed(world, conn, b"hello")
+        (peer,) = member.link.agent._peers.values()  # type: ignore[attr-defined]
+        rpc.shutdown(graceful=False)
+        world.lost(0, conn)
+        echoed(world, dial(world, address), b"hello again")
+        with pytest.raises(RuntimeError, match="shut the RPC agent down"):
+            peer.call(rpc_agent.echo, (1,))
+
+
+def test_an_agent_that_was_shut_down_takes_no_peer() -> None:
+    """Not even one whose greeting was under way."""
+    with World(TorchRpcLink, 1) as world:
+        first = world.members[0].link.agent  # type: ignore[attr-defined]
+        rpc.shutdown(graceful=False)
+        world.lost(0, world.members[0].link.dial("torchrpc://127.0.0.1:1"))
+        assert world.members[0].link.agent is not first  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="shut the RPC agent down"):
+            first.peer("0" * 32, "uv://127.0.0.1:1", "")
 
 
 def _limit_to(free: int) -> None:

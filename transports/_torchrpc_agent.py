@@ -239,13 +239,15 @@ class Agent:
             OSError: It cannot be added; the text says why.
         """
         with self._lock:
+            if not self.alive:
+                raise OSError("the application has shut the RPC agent down")
             known = self._peers.get((id, pairs))
             if known is not None and not known.lost:
                 return known
             try:
                 if self.worker:  # a lifeline would hang the application's shutdown
                     info = self._agent.get_worker_info(worker)
-                    known = Peer(info, _call, has_lifeline=False)
+                    known = Peer(info, self._call, has_lifeline=False)
                 else:
                     known = self._add(url, pairs)
             except RuntimeError as error:
@@ -268,7 +270,19 @@ class Agent:
         self._store.set(f"addrs/{info.name}", url)
         # Own devices are always told: TensorPipe forgets those that are not.
         self._agent._update_group_membership(info, self._devices, {}, True)
-        return Peer(info, _call, has_lifeline=True, mapped=bool(alias))
+        return Peer(info, self._call, has_lifeline=True, mapped=bool(alias))
+
+    def _call(
+        self, worker: Any, function: Any, args: tuple[Any, ...], with_tensors: bool
+    ) -> Any:
+        """What `Peer.call` does."""
+        if not self.alive:  # torch would take the next agent, and another peer of that
+            raise RuntimeError("the application has shut the RPC agent down")
+        if with_tensors:
+            return rpc.rpc_async(worker, function, args=args, timeout=0)
+        # What torch does for such a call, but for its pickler, which seeks tensors.
+        pickled = pickle.dumps(internal.PythonUDF(function, args, {}), 5)
+        return private._invoke_rpc_python_udf(worker, pickled, [], 0.0, True)
 
     def _alias(self, pairs: Pairs) -> str:
         """A name with this device map, of a peer that is gone if need be."""
@@ -333,9 +347,9 @@ class Agent:
         if self.worker or self._agent is None:
             self._agent = None
             return
-        # Unresolved futures may be dropped, but not be resolved any more.
-        lifelines.clear()
         if self.alive:
+            # Unresolved futures may be dropped, but not be resolved any more.
+            lifelines.clear()
             rpc.shutdown(graceful=False)
         self._agent = self._store = None
 
@@ -345,15 +359,6 @@ class Agent:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
             private._reset_current_rpc_agent()
         _abandoned.append((self, list(lifelines)))
-
-
-def _call(worker: Any, function: Any, args: tuple[Any, ...], with_tensors: bool) -> Any:
-    """What `Peer.call` does."""
-    if with_tensors:
-        return rpc.rpc_async(worker, function, args=args, timeout=0)
-    # What torch does for such a call, but for its pickler, which looks for tensors.
-    pickled = pickle.dumps(internal.PythonUDF(function, args, {}), 5)
-    return private._invoke_rpc_python_udf(worker, pickled, [], 0.0, True)
 
 
 def _equal(sent: Any, answer: Any) -> bool:

@@ -56,6 +56,7 @@ class RpcConn(Conn):
         self.closed = self.refused = False
         self.promise: Promise | None = None
         self._link = link
+        self._agent = link.agent
         self._first: What | None = None
         self._peer: calls.Peer | None = None
         self._theirs = b""
@@ -93,10 +94,10 @@ class RpcConn(Conn):
         Raises:
             OSError: The peer cannot be added to the agent.
         """
-        self.promise = self.promise or self._link.agent.descriptors.promise()
+        self.promise = self.promise or self._agent.descriptors.promise()
         pairs = self._link.pairs(greeting)
         try:
-            self._peer = self._link.agent.peer(
+            self._peer = self._agent.peer(
                 greeting.agent, greeting.url, greeting.worker, pairs
             )
         except BaseException:
@@ -292,7 +293,7 @@ class RpcConn(Conn):
         return head, nbody
 
     def _answer(self, held: list[Any], value: bool) -> None:
-        if self._link.agent.alive:  # else it would crash
+        if self._agent.alive:  # else it would crash
             for future in held:
                 future.set_result(value)
 

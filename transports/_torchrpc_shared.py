@@ -42,6 +42,8 @@ def acquire(options: Options) -> Agent:
                 "fork, and TensorPipe does not survive that; start processes with the "
                 "method 'spawn' or 'forkserver', or fork before the first connect"
             )
+        if _current is not None and not _current.alive:
+            _current = None  # the application has shut it down; `release` frees it
         if _current is None:
             if not _used_by:
                 os.register_at_fork(after_in_child=_forked)
@@ -63,10 +65,11 @@ def release(agent: Agent) -> None:
     global _current
     with _lock:
         agent.users -= 1
-        if agent.users == 0 and agent is _current:
-            _current = None
+        if agent.users == 0:
             agent.close()
-            native.log_level.restore()
+            if agent is _current:
+                _current = None
+                native.log_level.restore()
 
 
 def _start(options: Options) -> Agent:

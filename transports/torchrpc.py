@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from mq import addresses
+from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
 from transports import _torchrpc_agent as rpc_agent
@@ -146,6 +147,23 @@ class TorchRpcLink(Link):
             os.environ.setdefault("IBV_FORK_SAFE", "1")
             os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 
+    def _revive(self) -> None:
+        """Have an agent that lives, where the application has shut ours down.
+
+        Raises:
+            OSError: There is none to be had.
+        """
+        if self.agent.alive:
+            return
+        if self.agent.worker:
+            raise OSError("the application has shut down its RPC agent, used here")
+        try:
+            agent = shared.acquire(self._options)
+        except (TransportUnavailable, ValueError) as error:
+            raise OSError(f"the RPC agent was shut down: {error}") from error
+        shared.release(self.agent)
+        self.agent = agent
+
     def _check_host(self, hosts: Sequence[str]) -> None:
         bound = self.agent.url.partition("://")[2].rpartition(":")[0]
         outside = any(not addresses.is_loopback(host) for host in hosts)
@@ -182,6 +200,7 @@ class TorchRpcLink(Link):
 
     def dial(self, address: str) -> Conn:
         host, port, link = net.split(address)
+        self._revive()
         sock = control.unconnected(host)
         conn = self._new(address, sock)
         try:
@@ -220,6 +239,8 @@ class TorchRpcLink(Link):
             reason = f"refused: {note['refused'][:1000]}"
             raise Misfit(reason) if note.get("final") is True else OSError(reason)
         greeting = control.greeting_of(note)
+        if conn is None:
+            self._revive()
         self._check(greeting)
         if conn is not None:
             conn.begin(greeting, What.OPENED)
