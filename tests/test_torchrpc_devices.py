@@ -67,7 +67,12 @@ def test_devices_are_written_in_any_of_the_usual_ways() -> None:
     }
     assert devices.parse("node_a_0_1") == {"node_a": {0: 1}}
     assert devices.parse(None) == devices.parse("") == {}
-    assert devices.local_devices(["cuda:1", 0], 2) == (1, 0)
+    for several in (["cuda:1", 0], "1,0", " cuda:1, 0", (torch.device("cuda", 1), "0")):
+        assert devices.local_devices(devices.chosen(several), 2) == (1, 0)
+    for one in (1, "1", "cuda:1", [1], torch.device("cuda", 1)):
+        assert devices.chosen(one) == (1,)
+    assert devices.chosen("") == devices.chosen([]) == ()
+    assert devices.chosen(None) is None
 
 
 @pytest.mark.parametrize(
@@ -114,4 +119,4 @@ def test_gpus_that_do_not_exist_are_named() -> None:
     with pytest.raises(ValueError, match=r"no CUDA device"):
         devices.local_devices([0], 0)
     with pytest.raises(ValueError, match="twice"):
-        devices.local_devices([0, "cuda:0"], 1)
+        devices.local_devices(devices.chosen([0, "cuda:0"]), 1)

@@ -107,8 +107,6 @@ class Options:
                     f"{what}={given} lack {always!r}, which every peer has: without "
                     "anything in common TensorPipe aborts both processes"
                 )
-        if not 1 <= self.threads <= 64:
-            raise ValueError(f"threads is {self.threads}, but must be 1 to 64")
 
 
 def channels_here(names: tuple[str, ...]) -> tuple[str, ...]:

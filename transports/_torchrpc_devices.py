@@ -99,21 +99,40 @@ def device(given: object) -> int:
     return int(match[1])
 
 
-def local_devices(given: Sequence[object] | None, count: int) -> tuple[int, ...]:
+def chosen(given: object) -> tuple[int, ...] | None:
+    """`local_devices` as a user gave it: one GPU, several, or text; None: all.
+
+    Raises:
+        TypeError, ValueError: It is none of these.
+    """
+    if given is None:
+        return None
+    if _DEVICE.fullmatch(str(given)):  # a number, text, or a device of torch's
+        given = [given]
+    elif isinstance(given, str):
+        given = given.split(",") if given.strip() else []
+    elif not isinstance(given, Sequence):
+        raise TypeError(f"local_devices is GPUs, as in [0, 1] or '0,1', not {given!r}")
+    try:
+        return tuple(device(str(item).strip()) for item in given)
+    except ValueError as error:
+        raise ValueError(f"local_devices={given!r}: {error}") from None
+
+
+def local_devices(found: Sequence[int] | None, count: int) -> tuple[int, ...]:
     """The GPUs of this process that take part; None: all that it sees.
 
     Raises:
         ValueError: One does not exist, or is there twice.
     """
-    if given is None:
+    if found is None:
         return tuple(range(count))
-    found = tuple(device(item) for item in given)
     for index in found:
         if index >= count:
             raise ValueError(f"local_devices names GPU {index}, but {_there(count)}")
     if len(set(found)) < len(found):
         raise ValueError(f"local_devices={list(found)} names a GPU twice")
-    return found
+    return tuple(found)
 
 
 def check_local(wanted: DeviceMap, local: Sequence[int], count: int) -> None:

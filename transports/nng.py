@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from pynng import lib
 
-from mq import addresses
+from mq import addresses, options
 from mq.mesh.poller import Poller
 from mq.stream.sockets import bound_tcp, bound_unix, tcp_targets
 from mq.stream.watching import EVENTS, Watching
@@ -64,8 +64,7 @@ class NngLink(Watching[NngConn], Link):
     ) -> None:
         if not wires or not set(wires) <= {"ipc", "tcp"}:
             raise ValueError(f"wires are 'ipc', 'tcp' or both, not {wires!r}")
-        if not 1 <= depth <= 8192:
-            raise ValueError("depth is from 1 to 8192 messages")
+        depth = options.whole("depth", depth, 1, 8192)
         super().__init__()
         self.malformed = 0
         self.busy: dict[NngConn, bool] = {}  # and whether it is readable

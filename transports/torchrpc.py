@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from mq import addresses
+from mq import addresses, options
 from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
@@ -47,7 +47,8 @@ class TorchRpcLink(Link):
 
     Args:
         transports: TensorPipe's transports by name, best first: ``uv`` (TCP), ``ibv``
-            (InfiniBand), ``shm`` (keeps a core busy even when idle).
+            (InfiniBand), ``shm`` (keeps a core busy even when idle); also as text,
+            ``"uv,shm"``.
         channels: How it moves tensors, best first: ``cma`` (reads the sender's memory,
             one host), ``basic`` (over the transport), ``mpt_uv`` (many sockets).
             ``("basic",)`` forces TCP.
@@ -67,23 +68,22 @@ class TorchRpcLink(Link):
     def __init__(
         self,
         *,
-        transports: Sequence[str] = ("uv",),
-        channels: Sequence[str] = ("cma", "basic"),
+        transports: str | Sequence[str] = ("uv",),
+        channels: str | Sequence[str] = ("cma", "basic"),
         infiniband: bool = False,
         threads: int = 1,
         greeting_timeout: float = 5.0,
     ) -> None:
-        names = tuple(transports)
+        names = options.names("transports", transports)
+        infiniband = options.switch("infiniband", infiniband)
         if "ibv" in names and not infiniband:
             raise ValueError(f"transports={names} with ibv need infiniband=True")
         if infiniband and "ibv" not in names:
             names = ("ibv", *names)
-        if not 0 < greeting_timeout < 3600:
-            raise ValueError(f"greeting_timeout is {greeting_timeout} s")
         self._options = rpc_agent.Options(
             transports=names,
-            channels=tuple(channels),
-            threads=threads,
+            channels=options.names("channels", channels),
+            threads=options.whole("threads", threads, 1, 64),
             gpu=self._gpu,
         )
         self._options.check()
@@ -91,7 +91,9 @@ class TorchRpcLink(Link):
         self.agent: rpc_agent.Agent
         self.largest = MAX_HEAD_BYTES + self.chunk_bytes
         self.noticed: dict[RpcConn, None] = {}
-        self._greeting_timeout = greeting_timeout
+        self._greeting_timeout = options.seconds(
+            "greeting_timeout", greeting_timeout, 3600
+        )
         self._id = secrets.token_hex(8)
         self._open = self._closing = False
         self._looked_at = 0.0

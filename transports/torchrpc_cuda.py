@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from mq.mesh.poller import Poller
+from mq.options import whole
 from mq.transport import Capabilities
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_devices as devices
@@ -39,7 +40,8 @@ class TorchRpcCudaLink(TorchRpcLink):
     Args:
         device_map: ``{peer: {local GPU: peer's GPU}}``, or text such as
             ``1_0_1,2_0_2``; for other peers each GPU goes to that of the same index.
-        local_devices: The GPUs of this process that take part; default: all visible.
+        local_devices: The GPUs of this process that take part, such as ``[0, 1]`` or
+            ``"0,1"``; default: all visible.
         map_name: What the device maps of others call this process; default: the name
             of the member, and where a map does not name that, `RANK` of the
             environment.
@@ -59,20 +61,21 @@ class TorchRpcCudaLink(TorchRpcLink):
         self,
         *,
         device_map: str | Mapping[object, object] | None = None,
-        local_devices: Sequence[object] | None = None,
+        local_devices: str | int | Sequence[object] | None = None,
         map_name: str | None = None,
         max_gpu_peers: int = 64,
         **options: Any,
     ) -> None:
-        if not 0 <= max_gpu_peers <= 4096:
-            raise ValueError(f"max_gpu_peers is {max_gpu_peers}, but must be 0 to 4096")
+        if map_name is not None and not isinstance(map_name, str):
+            raise TypeError(f"map_name is a str, not {map_name!r}")
+        peers = whole("max_gpu_peers", max_gpu_peers, 0, 4096)
         options.setdefault("channels", rpc_agent.channels_here(CHANNELS))
         super().__init__(**options)
-        self._max_gpu_peers = max_gpu_peers
+        self._max_gpu_peers = peers
         self._map_name = map_name
         self._names = ("", "")
         self._wanted = devices.parse(device_map)
-        self._local_devices = local_devices
+        self._local_devices = devices.chosen(local_devices)
         self._met: set[str] = set()
 
     @classmethod

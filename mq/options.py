@@ -1,0 +1,71 @@
+"""Options of transports: what may be written for each, and what is said of the rest.
+
+They come from programs, and as text from command lines and variables. So a text counts
+where it can mean one thing only, and everything else is refused by name, with what was
+given and what is wanted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+
+def names(option: str, given: object) -> tuple[str, ...]:
+    """Several names, as a sequence or as text with commas between them.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if isinstance(given, str):
+        return tuple(name.strip() for name in given.split(","))
+    if isinstance(given, Sequence) and all(isinstance(name, str) for name in given):
+        return tuple(given)
+    raise TypeError(f"{option} is names, as in ('a', 'b') or 'a,b', not {given!r}")
+
+
+def whole(option: str, given: object, least: int, most: int) -> int:
+    """A whole number.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It is out of bounds.
+    """
+    try:
+        if isinstance(given, bool):
+            raise TypeError
+        number = operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"{option} is a whole number, {least} to {most}, not {given!r}"
+        ) from None
+    if not least <= number <= most:
+        raise ValueError(f"{option} is {number}, but must be {least} to {most}")
+    return number
+
+
+def seconds(option: str, given: object, most: float) -> float:
+    """A span of time.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not above 0, or longer than `most`.
+    """
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(f"{option} is a number of seconds, not {given!r}")
+    if not 0 < given <= most:
+        raise ValueError(
+            f"{option} is {given} s, but must be above 0 and at most {most:g} s"
+        )
+    return float(given)
+
+
+def switch(option: str, given: object) -> bool:
+    """True or False.
+
+    Raises:
+        TypeError: It is neither; a text such as "no" would count as true.
+    """
+    if not isinstance(given, bool):
+        raise TypeError(f"{option} is True or False, not {given!r}")
+    return given
