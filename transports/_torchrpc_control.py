@@ -106,6 +106,29 @@ def greeting_of(note: dict[str, Any]) -> Greeting:
     return Greeting(**{**fields, **exact})
 
 
+def compare(torch: str, worker: str, channels: tuple[str, ...], peer: Greeting) -> None:
+    """Compare what the ends are.
+
+    Args:
+        torch, worker, channels: Those of this end, as in a `Greeting`.
+
+    Raises:
+        Misfit: TensorPipe cannot connect them.
+    """
+    if peer.torch != torch:
+        raise Misfit(
+            f"one end has torch {torch}, the other torch {peer.torch}; TensorPipe "
+            "does not talk between releases, so install the same everywhere"
+        )
+    if bool(peer.worker) != bool(worker):
+        raise Misfit(
+            "one end uses an RPC agent that its application started, the other "
+            "does not; such agents only reach members of their own RPC group"
+        )
+    if not set(peer.channels) & set(channels):
+        raise Misfit(f"no TensorPipe channel in common: {channels} and {peer.channels}")
+
+
 class Control:
     """A socket that carries notes; never waits.
 

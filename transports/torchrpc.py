@@ -264,22 +264,8 @@ class TorchRpcLink(Link):
         # First: whoever else has got this port is not what was looked for.
         if peer.link not in ("", self._id):
             raise BadNote("the link that was dialled does not listen here any more")
-        mine = _release(torch.__version__)
-        if peer.torch != mine:
-            raise Misfit(
-                f"one end has torch {mine}, the other torch {peer.torch}; TensorPipe "
-                "does not talk between releases, so install the same everywhere"
-            )
-        if bool(peer.worker) != bool(self.agent.worker):
-            raise Misfit(
-                "one end uses an RPC agent that its application started, the other "
-                "does not; such agents only reach members of their own RPC group"
-            )
-        if not set(peer.channels) & set(self._options.channels):
-            raise Misfit(
-                f"no TensorPipe channel in common: {self._options.channels} and "
-                f"{peer.channels}"
-            )
+        mine = _release(torch.__version__), self.agent.worker, self._options.channels
+        control.compare(*mine, peer)
         if not peer.worker:
             try:
                 net.check_url(peer.url, self._options.transports)
