@@ -66,6 +66,7 @@ def test_a_transport_imports_only_the_link_contract(path: Path) -> None:
         "mq.lending",
         "mq.borrowing",
         "mq.devices",
+        "mq.options",
     )
     for name in imported(path) - {"mq", "transports"}:
         if starts(name, "mq"):

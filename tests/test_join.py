@@ -40,7 +40,7 @@ def test_descriptors_that_go_while_it_connects_are_told_too(
     monkeypatch.setattr("mq.join.check_descriptors", lambda: None)
     connect = mq.connect  # which is loaded now
     with no_descriptors():
-        with pytest.raises(TransportUnavailable, match="open files.*`ulimit -n`"):
+        with pytest.raises(TransportUnavailable, match=r"open files.*`ulimit -n`"):
             connect("tcp", group="g")
 
 
