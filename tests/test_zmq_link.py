@@ -197,3 +197,14 @@ def test_a_member_does_not_hear_what_a_closed_connection_still_says(
         link = member.link
         world.until(lambda: link.malformed == 1, "the message is dropped")
         assert not member.received
+
+
+@pytest.mark.parametrize("wire", ["ipc", "tcp"])
+def test_members_that_come_and_go_are_no_malformed_messages(wire: str) -> None:
+    """The engine does not say on which descriptor a handshake succeeded."""
+    with World(functools.partial(ZmqLink, wires=(wire,))) as world:
+        for _ in range(3):
+            dialled, accepted = world.connect()
+            dialled.close()
+            world.lost(1, accepted)
+        assert world.members[1].link.malformed == 0

@@ -110,11 +110,12 @@ class Router:
             fd, address = int(first.get(zmq.SRCFD)), str(first.get("Peer-Address"))
         except zmq.ZMQError:  # noise that passed for the protocol's first version
             fd, address = -1, ""
+        link.watch()  # what became of earlier connections of the same descriptor
+        link.spoke(fd)
         if first.more or len(first) or fd < 0:
             self.port.drain()
             link.malformed += 1
             return
-        link.watch()  # what became of earlier connections of the same descriptor
         conn = self.accepted[identity] = Accepted(self, identity, address, fd)
         previous = self._owners.pop(fd, None)
         self._owners[fd] = conn

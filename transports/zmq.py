@@ -261,12 +261,14 @@ class ZmqLink(Link):
                 self.dialled[name].saw(code, fd)
         self.busy.pop(self._monitor, None)
 
+    def spoke(self, fd: int) -> None:
+        """The connection on this descriptor has sent a message, good or bad."""
+        self._strangers.discard(fd)
+
     def _saw_listener(self, code: int, fd: int) -> None:
-        """Count the connections that never spoke ZeroMQ."""
+        """Count the connections that end without a message: they speak no ZeroMQ."""
         if code == zmq.EVENT_ACCEPTED:
             self._strangers.add(fd)
-        elif code == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._strangers.discard(fd)
         elif code in FAILURES and fd in self._strangers:
             self._strangers.discard(fd)
             self.malformed += 1
