@@ -140,6 +140,25 @@ def test_an_address_of_neither_is_refused() -> None:
         mq.connect("auto", group="g", listen=["udp://127.0.0.1:1"])
 
 
+def test_each_link_learns_what_the_queue_tells_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the member's name, and that everyone was greeted."""
+    link, poller = AutoLink(), Poller()
+    told: list[str] = []
+    for inner in link._links:
+        monkeypatch.setattr(inner, "connected", lambda: told.append("greeted"))
+    link.member_name = "m"
+    try:
+        link.open(poller, [], str(tmp_path))
+        link.connected()
+    finally:
+        link.close()
+        poller.close()
+    assert [inner.member_name for inner in link._links] == ["m"] * len(link._links)
+    assert told == ["greeted"] * len(link._links)
+
+
 def test_each_link_listens_on_the_addresses_that_are_its_own(tmp_path: Path) -> None:
     """`listen=` may have both kinds."""
     poller, link = Poller(), AutoLink()

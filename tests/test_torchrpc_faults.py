@@ -254,6 +254,37 @@ def test_a_process_without_descriptors_refuses_peers_and_lives_on() -> None:
     assert all("raise it with `ulimit -n`" in reason for reason in reasons)
 
 
+def _poor_listener_main(pipe: Connection) -> None:
+    """Be met by several at once with descriptors for few of them."""
+    with World(TorchRpcLink, 1) as world:
+        (member,) = world.members
+        _limit_to(50)
+        pipe.send(member.addresses[0])
+        while not pipe.poll(0):
+            member.pump()
+            for conn, messages in member.received.items():
+                while messages:
+                    conn.try_send(messages.pop()[0])
+            world.poller.wait(0.05)
+
+
+def test_a_process_without_descriptors_tells_those_who_dial_it() -> None:
+    """They may try again, for some may be free by then."""
+    with (
+        peer_process(_poor_listener_main) as (address, _),
+        World(TorchRpcLink) as world,
+    ):
+        member = world.members[0]
+        conns = [member.link.dial(address) for _ in range(6)]
+        world.until(lambda: len(member.events) == len(conns), "OPENED or LOST of each")
+        lost = [event for event in member.events if event.what is What.LOST]
+        assert 0 < len(lost) < 6
+        assert all("refused: [Errno 24] " in event.reason for event in lost)
+        assert not any(event.refused for event in lost)
+        for opened in member.conns(What.OPENED):
+            echoed(world, opened, b"hello")
+
+
 def _member_main(pipe: Connection) -> None:
     """A member until it is told to leave; the process cannot have been ended then."""
     with mq.connect("torchrpc", group=pipe.recv(), name=f"m{os.getpid()}"):
