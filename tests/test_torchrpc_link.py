@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
+import os
 import random
 import re
 import socket
@@ -266,6 +268,27 @@ def test_a_dialled_stranger_is_lost_in_time(answer: bytes) -> None:
             world.lost(0, conn)
         expected = "a note of" if answer else "no greeting within 0.3 s"
         assert expected in world.members[0].events[0].reason
+
+
+def test_accepting_goes_on_after_descriptors_ran_out() -> None:
+    """The listener rests for a while in place of failing without end."""
+    with World(TorchRpcLink) as world:
+        link: Any = world.members[1].link
+        sockets = link._sockets
+        ((fd, listener),) = sockets._listeners.items()
+
+        class Exhausted:
+            fileno = listener.fileno
+
+            def accept(self) -> None:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        sockets._listeners[fd] = Exhausted()
+        conn = world.members[0].link.dial(world.members[1].addresses[0])
+        world.until(lambda: bool(sockets._deaf), "the listener rests")
+        sockets._listeners[fd] = listener
+        sockets._deaf = {fd: 0.0}
+        world.until(lambda: conn in world.members[0].conns(What.OPENED), "OPENED")
 
 
 def test_silent_strangers_are_closed() -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEAF_SECONDS: Final = 0.5
+"""How long a listener rests that could not accept for want of descriptors."""
 MAX_STRANGERS: Final = 256
 """Sockets that have not greeted yet; beyond, the oldest is closed."""
 
@@ -45,6 +47,7 @@ class Sockets:
         self._link = link
         self._greeting_timeout = greeting_timeout
         self._listeners: dict[int, socket.socket] = {}
+        self._deaf: dict[int, float] = {}
         self._controls: dict[int, Control] = {}
 
     def listen(self, host: str, port: int) -> int:
@@ -89,16 +92,29 @@ class Sockets:
             elif fd in self._controls:
                 self._serve(self._controls[fd], mask)
 
+    @property
+    def waits(self) -> bool:
+        """Whether `expire` will have something to do."""
+        return bool(self.strangers or self._deaf)
+
     def expire(self, now: float) -> None:
-        """Close the strangers that have not greeted in time."""
+        """Close the strangers that have not greeted in time; listen again."""
         for fd in [fd for fd, until in self.strangers.items() if until < now]:
             reason = f"no greeting within {self._greeting_timeout:g} s"
             self._drop(self._controls[fd], reason)
+        for fd in [fd for fd, until in self._deaf.items() if until < now]:
+            del self._deaf[fd]
+            self.epoll.register(fd, select.EPOLLIN)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:  # the peer is gone already, or no descriptor is free
+        except (BlockingIOError, ConnectionError):  # the peer is gone already
+            return
+        except OSError as error:  # no descriptor is free
+            logger.warning("cannot accept a connection: %s", error)
+            self.epoll.unregister(listener)
+            self._deaf[listener.fileno()] = time.monotonic() + DEAF_SECONDS
             return
         self.add(Control(sock))
 

@@ -302,7 +302,7 @@ class TorchRpcLink(Link):
         if not self.noticed or now - self._looked_at > CONTROL_SECONDS:
             self._looked_at = now
             self._sockets.look()
-        if self._sockets.strangers or self._again or self._leaving:
+        if self._sockets.waits or self._again or self._leaving:
             self._look_after()
         for conn in list(self.noticed):
             if conn in self.noticed:

@@ -25,7 +25,7 @@ from typing import ClassVar
 import zmq
 from zmq.utils.garbage import gc
 
-from mq import addresses
+from mq import addresses, options
 from mq.mesh.poller import Poller
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, Capabilities, Conn, Event, Link
 from transports._zmq_conns import FAILURES, IN, LINGER_MS, NOW, Dialled, Port
@@ -103,16 +103,14 @@ class ZmqLink(Link):
     ) -> None:
         if not wires or not set(wires) <= {"ipc", "tcp"}:
             raise ValueError(f"wires are 'ipc', 'tcp' or both, not {wires!r}")
-        if hwm < 2 or io_threads < 1:
-            raise ValueError("hwm must be at least 2, and io_threads at least 1")
-        self.hwm = hwm
+        self.hwm = options.whole("hwm", hwm, 2, 1 << 20)
         self.malformed = 0
         self._strangers: set[int] = set()
         self.busy: dict[Port, None] = {}
         self.dialled: dict[bytes, Dialled] = {}
         self.descriptors: dict[tuple[bytes, int], int] = {}
         self._wires = tuple(wires)
-        self._io_threads = io_threads
+        self._io_threads = options.whole("io_threads", io_threads, 1, 64)
         self._ports: dict[int, Port] = {}
         self._files: list[str] = []
         self._directory = ""
