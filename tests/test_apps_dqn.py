@@ -18,6 +18,7 @@ import torch
 import tqdm
 from hypothesis import given
 from hypothesis import strategies as st
+from nng_links import nng_runs
 
 import mq
 from bench.apps.app import AppCell
@@ -34,6 +35,14 @@ from bench.apps.dqn.training import Ledger, Training
 from bench.peer import Metrics, Peer
 from bench.rows import Cell
 from bench.runner import run_cell
+from mq import registry
+
+__all__ = ["nng_runs"]
+
+CUDA = "torchrpc:cuda"
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason=registry.check(CUDA) or "no GPU"
+)
 
 STEPPED = Task(
     seed=3,
@@ -84,7 +93,10 @@ def expected() -> Metrics:
     return stepped("inproc")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    [*BACKENDS, pytest.param(CUDA, marks=[pytest.mark.gpu, needs_gpu])],
+)
 def test_in_step_every_backend_learns_the_same(backend: str, expected: Metrics) -> None:
     """Bit by bit: the transport changes nothing, and a seed can be trusted."""
     found = stepped(backend)
@@ -122,7 +134,7 @@ def test_pong_is_played_and_learnt(tmp_path: Path) -> None:
     assert found["value"] > 0
 
 
-@pytest.mark.parametrize("backend", ["zmq", "shm"])
+@pytest.mark.parametrize("backend", ["zmq", "shm", "nng", "tcp", "torchrpc:cpu"])
 def test_a_killed_collector_is_replaced_and_training_goes_on(backend: str) -> None:
     """The learner does not notice but by a new incarnation; nothing else is lost."""
     task = Task(steps=10**9, warmup=100)
