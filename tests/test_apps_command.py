@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import command as bench
-from bench.apps import command, report
+from bench.apps import command, placing, report
 from bench.apps.app import App, AppCell, load
 from bench.apps.dqn import cells as dqn
 from bench.apps.pipeline import cells as pipeline
@@ -28,7 +28,8 @@ def test_all_applications_are_reported_beside_the_published_times(
     assert {row.workload.split()[0] for row in results} == {"pipeline", "shards"}
     assert all(row.status == "ok" for row in results)
     assert "apps" in facts["command"]
-    assert facts["pipeline"] == "image=128 batch=64 batches=3 --quick"
+    told = f"image=128 batch=64 batches=3 stage_device={placing.default()} --quick"
+    assert facts["pipeline"] == told
     text = (tmp_path / "report.md").read_text()
     for figure in ("## Pipeline", "## Two shards", "9.08", "2.31", "two GPUs"):
         assert figure in text

@@ -5,15 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from bench.apps import placing
 from bench.apps.app import ALONE, AppCell
 from bench.apps.command import BACKENDS, main_of, measure
 from bench.apps.pipeline.cells import APP
 from bench.apps.pipeline.resnet import Size, shards
 from bench.apps.pipeline.stages import Task
+from bench.apps.placing import CUDA
 from bench.rows import Result
 from bench.summary import gather
+from mq import registry
 
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason=registry.check(CUDA) or "no GPU"
+)
 SMALL = Size((1, 1, 1, 1), 8, 10)
 
 
@@ -41,6 +48,45 @@ def test_two_stages_have_the_losses_of_one_process(
     assert alone[0] != alone[2], "nothing was learnt"
     assert 0 < piped["transport_share"] < 1
     assert 0 < piped["carried_bytes"]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("backend", ["zmq", "shm", CUDA])
+def test_stages_on_gpus_have_the_losses_of_one_process(
+    backend: str, tmp_path: Path
+) -> None:
+    """Through host memory or from device to device, with one GPU or two."""
+    task = Task(SMALL, image=32, batch=8, split=4, device="cuda")
+    alone = losses(run(ALONE, task, tmp_path))
+
+    assert losses(run(backend, task, tmp_path)) == pytest.approx(alone, abs=1e-2)
+
+
+@pytest.mark.parametrize(("gpus", "there"), [(1, 0), (2, 1), (3, 1)])
+def test_each_stage_tells_torchrpc_where_the_other_is(
+    gpus: int, there: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both on one GPU, or each on one of the first two; others need not be told."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    names = ("stage0", "stage1")
+    maps = [placing.options(CUDA, "cuda", rank, names) for rank in (0, 1)]
+    assert maps == [
+        {"device_map": {"stage1": {0: there}}, "map_name": "stage0"},
+        {"device_map": {"stage0": {there: 0}}, "map_name": "stage1"},
+    ]
+    task = Task(device="cuda")
+    assert task.delivered(1) == {"device": f"cuda:{there}"}
+    assert placing.options("shm", "cuda", 0, names) == {}
+    assert placing.options(CUDA, "cpu", 0, names) == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the remedy."""
+    with pytest.raises(SystemExit):
+        main_of(APP, ["--stage-device", "cuda"])
+    assert "--stage-device cpu" in capsys.readouterr().err
 
 
 def test_the_split_changes_what_batch_norm_sees(tmp_path: Path) -> None:

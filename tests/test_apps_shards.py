@@ -10,7 +10,8 @@ import torch
 
 from bench.apps.app import AppCell
 from bench.apps.command import BACKENDS, main_of, measure
-from bench.apps.shards.cells import APP, CUDA, RAW, RAW_CUDA
+from bench.apps.placing import CUDA
+from bench.apps.shards.cells import APP, RAW, RAW_CUDA
 from bench.apps.shards.model import Task, alone
 from mq import registry
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import mq
-from bench.apps import report
+from bench.apps import placing, report
 from bench.apps.app import ALONE, App, AppCell, Arguments, Column, count, counts
 from bench.apps.pipeline.resnet import Size
 from bench.apps.pipeline.stages import Task, alone, first_stage, last_stage
@@ -29,8 +29,12 @@ def run(peer: Peer) -> Metrics | None:
     if peer.cell.transport == ALONE:
         trained = alone(task)
         return {"value": trained.seconds} | _losses(trained.losses)
-    name = f"stage{peer.rank}"
-    with mq.connect(peer.cell.transport, group=peer.group, name=name) as queue:
+    names = ("stage0", "stage1")
+    name = names[peer.rank]
+    options = placing.options(peer.cell.transport, task.device, peer.rank, names)
+    with mq.connect(
+        peer.cell.transport, group=peer.group, name=name, **options
+    ) as queue:
         line = Timed(queue, peer.remaining())
         trained = (first_stage, last_stage)[peer.rank](line, task)
         told = (trained, line.transport, line.waiting, line.nbytes)
@@ -62,18 +66,30 @@ def add_arguments(parser: Arguments) -> None:
     parser.add_argument("--image", type=count, default=Task.image, help="pixels a side")
     parser.add_argument("--batch", type=count, default=Task.batch, help="images")
     parser.add_argument("--batches", type=count, default=Task.batches)
+    parser.add_argument(
+        "--stage-device",
+        choices=placing.DEVICES,
+        default=placing.default(),
+        help="where the stages are (default here: %(default)s)",
+    )
 
 
 def cells(options: argparse.Namespace, backends: Sequence[str]) -> list[AppCell]:
-    """Every backend beside one process, split by split."""
+    """Every backend beside one process, split by split.
+
+    Raises:
+        ValueError: A GPU is asked for and there is none, or a batch cannot be split.
+    """
+    placing.check(options.stage_device, "--stage-device")
     if options.quick:
-        task = _QUICK
+        task = replace(_QUICK, device=options.stage_device)
     else:
         task = Task(
             image=options.image,
             batch=options.batch,
             batches=options.batches,
             split=options.num_split[0],
+            device=options.stage_device,
         )
     return [
         AppCell(

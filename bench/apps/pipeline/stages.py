@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from bench.apps import placing
 from bench.apps.pipeline.resnet import Size, shards
 from bench.apps.timing import Timed
 
@@ -32,6 +34,7 @@ class Task:
         batches: Steps.
         split: Micro-batches per batch; each has the same number of images.
         seed: Of weights, images and labels.
+        device: "cpu" or "cuda": both stages on one GPU, or each on one of two.
     """
 
     size: Size = field(default_factory=Size)
@@ -41,6 +44,7 @@ class Task:
     split: int = 4
     seed: int = 0
     rate: float = 0.05
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.split < 1 or self.batch % self.split:
@@ -48,21 +52,31 @@ class Task:
                 f"a batch of {self.batch} cannot be split into {self.split} equal parts"
             )
 
-    def images(self) -> list[tuple[Tensor, ...]]:
+    def place(self, stage: int) -> torch.device:
+        """Where a stage computes; one process does so where the first stage does."""
+        return placing.place(self.device, stage)
+
+    def delivered(self, stage: int) -> dict[str, Any]:
+        """How a stage subscribes: for tensors that are where it computes."""
+        if self.device == "cpu":
+            return {"zero_copy": True}
+        return {"device": str(self.place(stage))}
+
+    def images(self, where: torch.device) -> list[tuple[Tensor, ...]]:
         """Random images: batches of micro-batches, each (n, 3, image, image)."""
         random = torch.Generator().manual_seed(self.seed)
         shape = (self.batch, 3, self.image, self.image)
         batches = [torch.randn(shape, generator=random) for _ in range(self.batches)]
-        return [batch.chunk(self.split) for batch in batches]
+        return [batch.to(where).chunk(self.split) for batch in batches]
 
-    def labels(self) -> list[tuple[Tensor, ...]]:
+    def labels(self, where: torch.device) -> list[tuple[Tensor, ...]]:
         """A class per image, in the order of `images`."""
         random = torch.Generator().manual_seed(self.seed + 1)
         drawn = [
             torch.randint(self.size.classes, (self.batch,), generator=random)
             for _ in range(self.batches)
         ]
-        return [batch.chunk(self.split) for batch in drawn]
+        return [batch.to(where).chunk(self.split) for batch in drawn]
 
 
 @dataclass(frozen=True)
@@ -80,9 +94,10 @@ class Trained:
 
 def alone(task: Task) -> Trained:
     """The same training in this process, micro-batch by micro-batch."""
-    model = nn.Sequential(*shards(task.size, task.seed))
+    here = task.place(0)
+    model = nn.Sequential(*shards(task.size, task.seed)).to(here)
     optimizer = torch.optim.SGD(model.parameters(), task.rate)
-    images, labels = task.images(), task.labels()
+    images, labels = task.images(here), task.labels(here)
     _warm_up(model, images[0][0])
     losses = []
     start = time.perf_counter()
@@ -94,7 +109,7 @@ def alone(task: Task) -> Trained:
             loss += float(part.detach())
         _step(optimizer)
         losses.append(loss)
-    return Trained(losses, time.perf_counter() - start)
+    return _trained(losses, start, here)
 
 
 def first_stage(line: Timed, task: Task) -> Trained:
@@ -103,10 +118,11 @@ def first_stage(line: Timed, task: Task) -> Trained:
     Raises:
         mq.MembersTimeout, mq.RecvTimeout: The other stage is not there.
     """
-    model, _ = shards(task.size, task.seed)
+    here = task.place(0)
+    model = shards(task.size, task.seed)[0].to(here)
     optimizer = torch.optim.SGD(model.parameters(), task.rate)
-    images = task.images()
-    line.queue.subscribe(GRADIENTS, zero_copy=True, timeout=line.timeout)
+    images = task.images(here)
+    line.queue.subscribe(GRADIENTS, timeout=line.timeout, **task.delivered(0))
     _warm_up(model, images[0][0])
     _meet(line, ACTIVATIONS)
     start = time.perf_counter()
@@ -118,7 +134,7 @@ def first_stage(line: Timed, task: Task) -> Trained:
         while outputs:
             outputs.popleft().backward(line.recv().tensor)  # type: ignore[no-untyped-call]
         _step(optimizer)
-    return Trained([], time.perf_counter() - start)
+    return _trained([], start, here)
 
 
 def last_stage(line: Timed, task: Task) -> Trained:
@@ -127,12 +143,13 @@ def last_stage(line: Timed, task: Task) -> Trained:
     Raises:
         mq.MembersTimeout, mq.RecvTimeout: The other stage is not there.
     """
-    first, model = shards(task.size, task.seed)
+    here = task.place(1)
+    first, model = (part.to(here) for part in shards(task.size, task.seed))
     optimizer = torch.optim.SGD(model.parameters(), task.rate)
-    labels = task.labels()
-    line.queue.subscribe(ACTIVATIONS, zero_copy=True, timeout=line.timeout)
+    labels = task.labels(here)
+    line.queue.subscribe(ACTIVATIONS, timeout=line.timeout, **task.delivered(1))
     with torch.no_grad():
-        sample = first(task.images()[0][0])
+        sample = first(task.images(here)[0][0])
     _warm_up(model, sample)
     _meet(line, GRADIENTS)
     losses = []
@@ -148,7 +165,7 @@ def last_stage(line: Timed, task: Task) -> Trained:
             loss += float(part.detach())
         _step(optimizer)
         losses.append(loss)
-    return Trained(losses, time.perf_counter() - start)
+    return _trained(losses, start, here)
 
 
 def _meet(line: Timed, topic: str) -> None:
@@ -163,8 +180,14 @@ def _warm_up(model: nn.Module, x: Tensor) -> None:
     """The first pass is slower: kernels are chosen and memory is taken."""
     model(x).sum().backward()
     model.zero_grad()
+    placing.wait(x.device)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
+
+
+def _trained(losses: list[float], start: float, here: torch.device) -> Trained:
+    placing.wait(here)
+    return Trained(losses, time.perf_counter() - start)

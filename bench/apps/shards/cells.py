@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 import mq
-from bench.apps import report
+from bench.apps import placing, report
 from bench.apps.app import App, AppCell, Arguments, Column, count
+from bench.apps.placing import CUDA
 from bench.apps.shards import rpc
 from bench.apps.shards.model import Passed, Task, far, near
 from bench.apps.timing import Timed
@@ -20,7 +18,6 @@ from bench.summary import Row, number
 from bench.tables import Text
 
 RAW, RAW_CUDA = "raw:torchrpc", "raw:torchrpc:cuda"
-CUDA = "torchrpc:cuda"
 _QUICK = {"width": 200, "rows": 200, "passes": 2}
 _LIMIT = 180.0  # seconds
 
@@ -32,8 +29,9 @@ def run(peer: Peer) -> Metrics | None:
         with rpc.member(task, peer.rank, peer.directory, peer.remaining()):
             return _metrics(rpc.near(task)) if peer.rank == 0 else None
     name, body = (("near", near), ("far", far))[peer.rank]
-    mapped = peer.cell.transport == CUDA and task.device == "cuda"
-    options = _device_map(task, peer) if mapped else {}
+    options = placing.options(
+        peer.cell.transport, task.device, peer.rank, ("near", "far")
+    )
     with mq.connect(
         peer.cell.transport, group=peer.group, name=name, **options
     ) as queue:
@@ -46,13 +44,6 @@ def run(peer: Peer) -> Metrics | None:
     return {**_metrics(passed), "transport_share": share}
 
 
-def _device_map(task: Task, peer: Peer) -> dict[str, Any]:
-    """Each shard's GPU is mapped to the other's, in the process that sends."""
-    name, other = (("near", "far"), ("far", "near"))[peer.rank]
-    here, there = task.place(peer.rank).index, task.place(1 - peer.rank).index
-    return {"device_map": {other: {here: there}}, "map_name": name}
-
-
 def _metrics(passed: Passed) -> Metrics:
     return {"value": passed.seconds, "gradient": float(passed.gradient.abs().sum())}
 
@@ -61,8 +52,8 @@ def add_arguments(parser: Arguments) -> None:
     """The task's own options."""
     parser.add_argument(
         "--device",
-        choices=["cpu", "cuda"],
-        default="cuda" if torch.cuda.is_available() else "cpu",
+        choices=placing.DEVICES,
+        default=placing.default(),
         help="where the shards are (default here: %(default)s)",
     )
     parser.add_argument("--passes", type=count, default=Task.passes)
@@ -75,8 +66,7 @@ def cells(options: argparse.Namespace, backends: Sequence[str]) -> list[AppCell]
     Raises:
         ValueError: A GPU is asked for and there is none.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"torch {torch.__version__} sees no CUDA device: --device cpu")
+    placing.check(options.device, "--device")
     sizes = {"width": options.width, "rows": options.width, "passes": options.passes}
     task = Task(**(_QUICK if options.quick else sizes), device=options.device)
     direct = replace(task, direct=True)

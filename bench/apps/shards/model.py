@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bench.apps import placing
 from bench.apps.seeding import initialize
 from bench.apps.timing import Timed
 
@@ -52,10 +53,8 @@ class Task:
         return drawn.to(self.place(0))
 
     def place(self, place: int) -> torch.device:
-        """Where a shard is: the far one on the second GPU, where there are two."""
-        if self.device == "cpu":
-            return torch.device("cpu")
-        return torch.device("cuda", place % torch.cuda.device_count())
+        """Where the near (0) or far (1) shard is."""
+        return placing.place(self.device, place)
 
 
 @dataclass(frozen=True)
