@@ -1,10 +1,12 @@
 """Workers of DI-engine over a backend of mq; started by test_apps_ding.
 
-Node 0 writes what it heard from the others into a file.
+Node 0 writes what it heard from the others into a file: an argument of this program, or
+`DING_HEARD` where `ditask` starts `told`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -23,6 +25,11 @@ def main(path: str) -> None:
         _hear(router, Path(path))
     else:
         _speak(router)
+
+
+def told() -> None:
+    """`main` for `ditask`, which gives it no argument."""
+    main(os.environ["DING_HEARD"])
 
 
 def _hear(router: Parallel, path: Path) -> None:

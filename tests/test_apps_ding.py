@@ -18,15 +18,17 @@ MISSING = (
 )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ding") is None, reason=MISSING)
-@pytest.mark.parametrize("mq_type", ["shm", "zmq", "tcp", "mq:nng", "torchrpc:cpu"])
-def test_workers_hear_every_event_of_each_other(mq_type: str, tmp_path: Path) -> None:
-    """Over any backend, with nothing lost, and all of them end."""
-    heard = tmp_path / "heard"
+needs_ding = pytest.mark.skipif(
+    importlib.util.find_spec("ding") is None, reason=MISSING
+)
+
+
+def run(heard: Path, *arguments: str | Path) -> None:
+    """Run Python; afterwards node 0 must have heard everything from both others."""
     done = subprocess.run(
-        [sys.executable, HERE / "ding_program.py", mq_type, heard],
+        [sys.executable, *arguments],
         cwd=HERE.parent,
-        env=os.environ | {"WANDB_MODE": "disabled"},
+        env=os.environ | {"WANDB_MODE": "disabled", "DING_HEARD": str(heard)},
         capture_output=True,
         text=True,
         timeout=180,
@@ -35,3 +37,19 @@ def test_workers_hear_every_event_of_each_other(mq_type: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     numbers = list(range(1000, 1040))
     assert heard.read_text().splitlines() == [f"1 {numbers}", f"2 {numbers}"]
+
+
+@needs_ding
+@pytest.mark.parametrize("mq_type", ["shm", "zmq", "tcp", "mq:nng", "torchrpc:cpu"])
+def test_workers_hear_every_event_of_each_other(mq_type: str, tmp_path: Path) -> None:
+    """Over any backend, with nothing lost, and all of them end."""
+    run(tmp_path / "heard", HERE / "ding_program.py", mq_type, tmp_path / "heard")
+
+
+@needs_ding
+def test_the_command_is_ditask_with_our_backends(tmp_path: Path) -> None:
+    """With DI-engine's own options, and the program's main function by its name."""
+    command = ["-m", "mq.integrations.ding", "--mq-type", "shm"]
+    command += ["--parallel-workers", "3", "--startup-interval", "0"]
+    program = ["--package", str(HERE), "--main", "ding_program.told"]
+    run(tmp_path / "heard", *command, *program)
