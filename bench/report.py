@@ -226,7 +226,7 @@ def remarks(found: Found) -> list[str]:
                 f"{where}the tasks of {QUICK} are small: their figures do not compare "
                 "with the published ones."
             )
-    for key in ("cpu", "cores", "torch", "commit"):
+    for key in ("cpu", "cores", "gpu", "torch", "commit"):
         values = dict.fromkeys(facts[key] for facts in found.facts if key in facts)
         if len(values) > 1:
             said.append(f"Not all was measured alike: {key}: {'; '.join(values)}.")
