@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
 import sys
 import threading
@@ -70,6 +71,11 @@ def be_quick_to_give_back(worker: worker.Worker) -> None:
     from mq import join
 
     join.IDLE_MEMORY_SECONDS = 0.5  # type: ignore[misc]
+
+
+def be_nice(worker: worker.Worker, niceness: int) -> None:
+    """Leave the processor to others first."""
+    os.nice(niceness)
 
 
 def publish(queue: mq.MQ, seed: int, lend: bool) -> Report:
@@ -183,6 +189,9 @@ def has_idle_memory(queue: mq.MQ) -> bool:
 
 # -- the script ----------
 
+Measured = dict[str, tuple[int, int, int]]
+"""Of each member what `measure` found."""
+
 
 class Soak:
     """One run.
@@ -191,17 +200,25 @@ class Soak:
         backend: The transport, whose members must be processes.
         seconds: How long at least.
         seed: Decides sizes and deaths.
+        niceness: Of the members, above this process's; for runs beside other work.
         options: Of `mq.connect`.
     """
 
     def __init__(
-        self, backend: str, seconds: float, seed: int = 0, **options: Any
+        self,
+        backend: str,
+        seconds: float,
+        seed: int = 0,
+        niceness: int = 0,
+        **options: Any,
     ) -> None:
         capabilities = registry.capabilities(backend)
         if not capabilities.separate_processes:
             raise ValueError(f"members of {backend!r} are no processes to be killed")
         self._rng = random.Random(seed)
         self._end = time.monotonic() + seconds
+        self._half = self._end - seconds / 2
+        self._niceness = niceness
         self._group = Group(backend, capabilities, options)
         self._group.deadline = self._end + 600.0
         self._members: dict[str, Member] = {}
@@ -215,11 +232,13 @@ class Soak:
             for name in STEADY:
                 self._start(name)
             before = self._round(measured=True)
+            middle: Measured = {}
             while time.monotonic() + ROUND_SECONDS < self._end and not self.problems:
-                self._round()
+                now_measured = not middle and time.monotonic() > self._half
+                middle = self._round(now_measured) or middle
             after = self._round(measured=True)
             if not self.problems:
-                self._compare(before, after)
+                self._compare(before, middle, after)
                 for name in MORTAL:
                     self._kill(name)
                 self._group.close()
@@ -232,6 +251,7 @@ class Soak:
     def _start(self, name: str) -> None:
         member = self._group.unconnected(name)
         member.ask(be_quick_to_give_back).result()
+        member.ask(be_nice, self._niceness).result()
         self._group.connecting(member).result(PATIENCE)
         self._members[name] = member
         if name.startswith("sub"):
@@ -261,7 +281,7 @@ class Soak:
             self._group.forget(member)
             self.deaths += 1
 
-    def _round(self, measured: bool = False) -> dict[str, tuple[int, int, int]]:
+    def _round(self, measured: bool = False) -> Measured:
         for name in MORTAL:
             if name not in self._members:
                 self._start(name)
@@ -312,15 +332,12 @@ class Soak:
                 PATIENCE,
             )
 
-    def _compare(
-        self,
-        before: dict[str, tuple[int, int, int]],
-        after: dict[str, tuple[int, int, int]],
-    ) -> None:
+    def _compare(self, before: Measured, middle: Measured, after: Measured) -> None:
         for name in STEADY:
             (memory, *others), (memory_now, *others_now) = before[name], after[name]
+            half_way = f"{middle[name][0] >> 20} -> " if middle else ""
             print(
-                f"{name}: {memory >> 20} -> {memory_now >> 20} MiB resident, "
+                f"{name}: {memory >> 20} -> {half_way}{memory_now >> 20} MiB resident, "
                 f"descriptors and threads {others} -> {others_now}"
             )
             if memory_now > memory + GROWTH_BYTES:
