@@ -17,21 +17,29 @@ from typing import IO
 
 _HERE = Path(__file__).parent
 CONFORMANCE = str(_HERE / "test_conformance.py")
-_BENCH = sorted(
-    map(str, (*_HERE.glob("test_bench*.py"), *_HERE.glob("test_apps_*.py")))
-)
-_SOME = "nng or torchrpc or [tcp-"
+_BENCH = sorted(map(str, _HERE.glob("test_bench*.py")))
+_APPS = sorted(map(str, _HERE.glob("test_apps_*.py")))
+_NNG = "nng"
+_RPC = "torchrpc or [tcp-"
 _LONG = sorted(
     str(path)
     for name in ("interrupts", "soak", "third_party", "torchrpc_*")
     for path in _HERE.glob(f"test_{name}.py")
 )
-_ELSEWHERE = (CONFORMANCE, *_BENCH, *_LONG)
+_ENGINES = sorted(
+    str(path)
+    for name in ("*link*", "bad_input", "peak_memory", "rendezvous*", "shm_*", "*tls*")
+    for path in _HERE.glob(f"test_{name}.py")
+)
+_ELSEWHERE = (CONFORMANCE, *_BENCH, *_APPS, *_LONG, *_ENGINES)
 PARTS = {
-    "conformance of nng, tcp and torchrpc": [CONFORMANCE, "-k", _SOME],
-    "conformance of the others": [CONFORMANCE, "-k", f"not ({_SOME})"],
-    "the bench and its applications": _BENCH,
+    "conformance of nng": [CONFORMANCE, "-k", _NNG],
+    "conformance of tcp and torchrpc": [CONFORMANCE, "-k", f"({_RPC}) and not {_NNG}"],
+    "conformance of the others": [CONFORMANCE, "-k", f"not ({_NNG} or {_RPC})"],
+    "the bench": _BENCH,
+    "applications": _APPS,
     "interrupts, soak, torchrpc": _LONG,
+    "links and rendezvous": sorted({*_ENGINES} - {*_LONG}),
     "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
 }
 LIMIT_SECONDS = 3600.0
