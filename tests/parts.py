@@ -23,7 +23,7 @@ _NNG = "nng"
 _RPC = "torchrpc or [tcp-"
 _LONG = sorted(
     str(path)
-    for name in ("interrupts", "soak", "third_party", "torchrpc_*")
+    for name in ("soak", "third_party", "torchrpc_*")
     for path in _HERE.glob(f"test_{name}.py")
 )
 _ENGINES = sorted(
@@ -31,14 +31,16 @@ _ENGINES = sorted(
     for name in ("*link*", "bad_input", "peak_memory", "rendezvous*", "shm_*", "*tls*")
     for path in _HERE.glob(f"test_{name}.py")
 )
-_ELSEWHERE = (CONFORMANCE, *_BENCH, *_APPS, *_LONG, *_ENGINES)
+_INTERRUPTS = str(_HERE / "test_interrupts.py")
+_ELSEWHERE = (CONFORMANCE, _INTERRUPTS, *_BENCH, *_APPS, *_LONG, *_ENGINES)
 PARTS = {
     "conformance of nng": [CONFORMANCE, "-k", _NNG],
     "conformance of tcp and torchrpc": [CONFORMANCE, "-k", f"({_RPC}) and not {_NNG}"],
     "conformance of the others": [CONFORMANCE, "-k", f"not ({_NNG} or {_RPC})"],
     "the bench": _BENCH,
     "applications": _APPS,
-    "interrupts, soak, torchrpc": _LONG,
+    "interrupts": [_INTERRUPTS],
+    "soak, torchrpc": _LONG,
     "links and rendezvous": sorted({*_ENGINES} - {*_LONG}),
     "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
 }

@@ -285,11 +285,16 @@ class Pair:
         assert [message.digest for message in numbers] == list(range(count))
 
 
+FLOOD_SECONDS = 600.0
+"""Ten thousand frames take half a minute alone, and long beside other work."""
+
+
 @pytest.fixture
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     """A group on all wires that the backend has."""
     options = {"secret": SECRET, **FLOODS[request.param].options}
     made = Group(request.param, registry.capabilities(request.param), options)
+    made.deadline = time.monotonic() + FLOOD_SECONDS
     yield made
     made.end()
 
