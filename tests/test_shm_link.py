@@ -132,6 +132,22 @@ def test_a_segment_that_is_given_back_is_unmapped_at_the_other_end() -> None:
         assert number not in ours._lent
 
 
+def test_a_segment_that_is_retired_is_unmapped_after_the_last_message_in_it() -> None:
+    """A late one comes when all ends were told already that its segment is gone."""
+    with World(make) as world:
+        ours, theirs = pair(world)
+        block = block_of(ours, b"first")
+        lender_of(ours).lender.retire(block.segment)
+        world.members[0].pump()
+        received = world.members[1].received.setdefault(theirs, [])
+        for number in range(2):
+            assert ours.lend(block.segment)
+            assert ours.try_send(b"a reference")
+            world.arrive(received, number + 1)
+            world.until(lambda: not theirs._mappings, "the segment to be unmapped")
+            assert not ours._lent
+
+
 def test_a_view_outlives_its_segment_and_both_links() -> None:
     """Nobody's end takes memory from under a reader."""
     with World(make) as world:

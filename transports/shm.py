@@ -112,6 +112,8 @@ class ShmConn(DescriptorConn):
         if not self.try_send_with(b"", [segment.fd], note):
             return False
         self._lent.add(segment.id)
+        if segment.id not in self.shm.lender.segments:
+            self.shm.recall_from(self)  # those who had it were told before this message
         return True
 
     def recall(self, alive: dict[int, Segment]) -> bool:
@@ -297,6 +299,11 @@ class ShmLink(StreamLink):
         )
 
     # -- events ----------
+
+    def recall_from(self, conn: ShmConn) -> None:
+        """Have the next `poll` tell a peer which segments are gone."""
+        if conn not in self._recalling:
+            self._recalling.append(conn)
 
     def poll(self) -> Iterator[Event]:
         if self.lender.dropped != self._dropped:
