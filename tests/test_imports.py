@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fresh_python import ROOT, output_of
 
-ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "numpy", "zmq", "pynng", "tensordict", "asyncio.base_events"}
 
 
@@ -38,15 +36,7 @@ def starts(name: str, *prefixes: str) -> bool:
 def test_importing_mq_loads_neither_torch_nor_numpy_nor_an_engine() -> None:
     """A program pays for a transport when it connects, not when it imports mq."""
     code = "import sys, mq; print(' '.join(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        cwd=ROOT,
-    )
-    loaded = set(done.stdout.split())
+    loaded = set(output_of(code).split())
 
     assert not loaded & (HEAVY - {"asyncio.base_events"})
     assert not {name for name in loaded if starts(name, "transports", "bench")}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fresh_python import output_of
 
 from mq import registry
 from mq.errors import MQError, TransportUnavailable, UnknownTransport
@@ -132,14 +131,7 @@ print(*map(registry.check, registry.names()), sep="\\n")
 
 def test_where_memory_cannot_be_sealed_shm_says_so() -> None:
     """As on macOS, which lacks what Linux has beside that, too."""
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    checked, connecting, *others = done.stdout.splitlines()
+    checked, connecting, *others = output_of(ELSEWHERE).splitlines()
 
     assert "'shm' cannot run here: it needs sealed memory (memfd_create)" in checked
     assert connecting == checked

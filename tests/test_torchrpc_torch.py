@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+from fresh_python import output_of
 from link_world import PATIENCE, World
 from torchrpc_links import context, dial, rpc_conn
 
@@ -50,15 +49,9 @@ except mq.TransportUnavailable as error:
 
 def test_a_build_without_rpc_is_refused_with_the_remedy() -> None:
     """As torch for macOS is, or would be once PyTorch has removed it."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_RPC],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    )
-    assert "was built without torch.distributed.rpc" in done.stdout
-    assert "use another transport" in done.stdout
+    said = output_of(WITHOUT_RPC)
+    assert "was built without torch.distributed.rpc" in said
+    assert "use another transport" in said
 
 
 def test_a_torch_without_the_private_interface_is_named_with_its_version(
