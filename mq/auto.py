@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from mq import registry
 from mq.mesh.poller import Poller
-from mq.transport import Capabilities, Conn, Event, Link
+from mq.transport import LINGER_SECONDS, Capabilities, Conn, Event, Link
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +101,9 @@ class AutoLink(Link):
     def is_routable(self, address: str) -> bool:
         return any(link.is_routable(address) for link in self._links)
 
-    def close(self) -> None:
+    def close(self, linger: float = LINGER_SECONDS) -> None:
         for link in self._links:
-            link.close()
+            link.close(linger)
 
     def abandon(self) -> None:
         for link in self._links:

@@ -20,6 +20,7 @@ from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
+from mq.transport import LINGER_SECONDS
 
 if TYPE_CHECKING:
     from mq.buffers import Pool
@@ -48,13 +49,13 @@ class Joined:
     addresses: list[str]
     pool: Pool
 
-    def close(self) -> None:
-        """Free everything; nothing is sent any more."""
+    def close(self, linger: float = LINGER_SECONDS) -> None:
+        """Free everything; engines have `linger` seconds to send what they have."""
         self.driver.stop()
         if self.meeting is not None:
             self.meeting.close()
         with self.driver.lock:
-            self.driver.mesh.close()
+            self.driver.mesh.close(linger)
         self.poller.close()
 
     def abandon(self) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from mq import exits, settings, stats
 from mq.errors import Closed, MembersTimeout
 from mq.members import Member
 from mq.mesh import wire
 from mq.message import check_topic
-from mq.transport import Capabilities
+from mq.transport import LINGER_SECONDS, Capabilities
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from mq.join import Joined
 
 logger = logging.getLogger(__name__)
+
+HURRIED_SECONDS: Final = 0.1
+"""For so long engines send what they have, the farewell, after a Ctrl-C in `close`."""
 
 
 class Membership:
@@ -172,8 +175,10 @@ class Membership:
         with self._close_lock:
             if self._closed:
                 return
+            to_send = HURRIED_SECONDS
             try:
                 left = driver.leave("closed", linger)
+                to_send = LINGER_SECONDS
                 if left:
                     logger.warning(
                         "%r closed with messages undelivered after %g s: %s",
@@ -185,7 +190,7 @@ class Membership:
                 self._closed = True
                 driver.discard_inbox()
                 exits.unregister(self)
-                self._joined.close()
+                self._joined.close(to_send)
 
     def types_changed(self) -> None:
         """Tell the others which types this member accepts now."""

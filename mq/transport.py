@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 if TYPE_CHECKING:
     from mq.devices import Piece
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 MAX_HEAD_BYTES = 128 * 1024
 """The largest head of a message; a batch of small messages travels as one head."""
+
+LINGER_SECONDS: Final = 0.4
+"""For so long an engine goes on sending what it accepted when its link is closed: less
+than the half second in which Ctrl-C must end any call."""
 
 CHUNK_BYTES = 1024 * 1024
 """The default size of a body: measured best on ZeroMQ, NNG and plain sockets alike."""
@@ -313,11 +317,11 @@ class Link(ABC):
         """Whether other hosts could reach a listener on this address."""
 
     @abstractmethod
-    def close(self) -> None:
+    def close(self, linger: float = LINGER_SECONDS) -> None:
         """Close every connection and listener, remove socket files. Idempotent.
 
-        What `try_send` accepted before is still sent where the engine can do so within
-        half a second.
+        Args:
+            linger: Seconds for which what `try_send` accepted before may still be sent.
         """
 
     @abstractmethod

@@ -232,7 +232,7 @@ class ScriptedLink(Link):
     def is_routable(self, address: str) -> bool:
         return False
 
-    def close(self) -> None:
+    def close(self, linger: float = 0.0) -> None:
         self.net.links.pop(self.address, None)
         for conn in list(self.conns):
             conn.close()

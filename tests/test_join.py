@@ -109,3 +109,24 @@ def test_a_name_that_is_no_host_to_listen_on_is_named(backend: str) -> None:
 
     with pytest.raises(OSError, match=f"cannot listen on {re.escape(elsewhere)}"):
         mq.connect(backend, group="g", listen=elsewhere, insecure=True, **options)
+
+
+def test_who_interrupts_close_takes_leave_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its peers need not wait until they give it up."""
+    options = {"group": f"hurried-{os.getpid()}", "peer_timeout": None}
+    with mq.connect("inproc", name="b", **options) as b:
+        a = mq.connect("inproc", name="a", **options)
+        b.subscribe("t")
+        a.publish("t", 1)
+
+        def interrupted(deadline: float | None) -> bool:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, b._driver.lock:  # b cannot answer
+            patch.setattr(a._driver, "_sleep", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                a.close()
+        assert b._driver.wait_until(lambda: not b._mesh.sessions, 10)
+        assert b.recv(0).payload == 1

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
+from mq.transport import LINGER_SECONDS, MAX_HEAD_BYTES, Conn, Event, What
 from transports._nng_pair import PREFIX_BYTES, Channel
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _HELLO = b"tensormq nng 1"
 _BYE = b"bye"
-LINGER_SECONDS = 0.4
 _BURST = 32  # messages thrown away at a time while a connection closes
 _LOST = "the connection was lost"
 

@@ -255,3 +255,8 @@ def listen(host: str, port: int) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def release(version: str) -> str:
+    """Major and minor version: within a release TensorPipe's protocol is the same."""
+    return ".".join(version.split(".")[:2])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
+from mq.transport import LINGER_SECONDS, MAX_HEAD_BYTES, Conn, Event, What
 
 if TYPE_CHECKING:
     from transports.zmq import ZmqLink
@@ -25,7 +25,6 @@ IN, OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 NOW = int(zmq.NOBLOCK)
 BURST = 32
 """Messages taken from one socket before the others have their turn."""
-LINGER_MS = 400
 SIZE_BYTES = 4
 """Bytes in which a head tells the size of its body."""
 
@@ -133,10 +132,10 @@ class Port:
             pass
         self._sending = False
 
-    def close(self, linger_ms: int) -> None:
+    def close(self, linger: float) -> None:
         self.link.forget(self)
         self.socket.disable_monitor()
-        self.socket.close(linger_ms)
+        self.socket.close(int(linger * 1000))
 
 
 class ZmqConn(Conn):
@@ -306,17 +305,17 @@ class Dialled(ZmqConn):
             else:
                 del busy[port]
                 if self.reason:
-                    self._shut(0)
+                    self._shut(0.0)
                     yield Event(What.LOST, self, self.reason)
                 return
 
-    def _shut(self, linger_ms: int) -> None:
+    def _shut(self, linger: float) -> None:
         self.finished = True
         self.port.link.dialled.pop(self._name, None)
-        self.port.close(linger_ms)
+        self.port.close(linger)
 
-    def close(self) -> None:
+    def close(self, linger: float = LINGER_SECONDS) -> None:
         if not self.port.socket.closed:
             lingers = self._opened and not self.reason
             self.reason = self.reason or "closed"
-            self._shut(LINGER_MS if lingers else 0)
+            self._shut(linger if lingers else 0.0)

@@ -241,7 +241,7 @@ class InprocLink(Link):
     def is_routable(self, address: str) -> bool:
         return False
 
-    def close(self) -> None:
+    def close(self, linger: float = 0.0) -> None:
         with _lock:
             for address in self._addresses:
                 _listeners.pop(address, None)

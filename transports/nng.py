@@ -31,8 +31,16 @@ from mq import addresses, options
 from mq.mesh.poller import Poller
 from mq.stream.sockets import bound_tcp, bound_unix, tcp_targets
 from mq.stream.watching import EVENTS, Watching
-from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
-from transports._nng_conns import LINGER_SECONDS, NngConn
+from mq.transport import (
+    LINGER_SECONDS,
+    MAX_HEAD_BYTES,
+    Capabilities,
+    Conn,
+    Event,
+    Link,
+    What,
+)
+from transports._nng_conns import NngConn
 from transports._nng_pair import PREFIX_BYTES, Channel, Pair, engine
 
 logger = logging.getLogger(__name__)
@@ -231,14 +239,14 @@ class NngLink(Watching[NngConn], Link):
     def is_routable(self, address: str) -> bool:
         return addresses.is_routable(address, self._wires)
 
-    def close(self) -> None:
+    def close(self, linger: float = LINGER_SECONDS) -> None:
         if not self._open:
             return
         try:
             self._stop_listening()
             for conn in list(self.conns):
                 conn.close()
-            deadline = time.monotonic() + LINGER_SECONDS
+            deadline = time.monotonic() + linger
             while self.closing and (left := deadline - time.monotonic()) > 0:
                 self._epoll.poll(left, EVENTS)
                 for _ in self.poll():

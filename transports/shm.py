@@ -27,7 +27,7 @@ from mq.stream.conn import StreamConn
 from mq.stream.descriptors import DescriptorConn, peer_user
 from mq.stream.link import StreamLink
 from mq.stream.sockets import bound_unix
-from mq.transport import Capabilities, Event, What
+from mq.transport import LINGER_SECONDS, Capabilities, Event, What
 
 logger = logging.getLogger(__name__)
 
@@ -320,8 +320,8 @@ class ShmLink(StreamLink):
         self._files.clear()  # they are the parent's to remove
         self._directory = None
 
-    def close(self) -> None:
-        super().close()
+    def close(self, linger: float = LINGER_SECONDS) -> None:
+        super().close(linger)
         self.lender.close()
         self._recalling.clear()
         self._close_spare()

@@ -24,7 +24,15 @@ import torch
 from mq import addresses, options
 from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
-from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
+from mq.transport import (
+    LINGER_SECONDS,
+    MAX_HEAD_BYTES,
+    Capabilities,
+    Conn,
+    Event,
+    Link,
+    What,
+)
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_control as control
 from transports import _torchrpc_net as net
@@ -36,7 +44,6 @@ from transports._torchrpc_sockets import Sockets
 
 logger = logging.getLogger(__name__)
 
-LINGER_SECONDS: Final = 0.4
 LOOK_SECONDS: Final = 0.05
 CONTROL_SECONDS: Final = 0.001
 """While messages come, the sockets beside them are looked at no more often."""
@@ -189,7 +196,7 @@ class TorchRpcLink(Link):
     def _greeting(self, conn: RpcConn, link: str = "") -> Greeting:
         agent = self.agent
         return Greeting(
-            torch=_release(torch.__version__),
+            torch=control.release(torch.__version__),
             agent=agent.id,
             url=agent.url,
             worker=agent.worker,
@@ -264,7 +271,11 @@ class TorchRpcLink(Link):
         # First: whoever else has got this port is not what was looked for.
         if peer.link not in ("", self._id):
             raise BadNote("the link that was dialled does not listen here any more")
-        mine = _release(torch.__version__), self.agent.worker, self._options.channels
+        mine = (
+            control.release(torch.__version__),
+            self.agent.worker,
+            self._options.channels,
+        )
         control.compare(*mine, peer)
         if not peer.worker:
             try:
@@ -366,13 +377,13 @@ class TorchRpcLink(Link):
 
     # -- end ----------
 
-    def close(self) -> None:
+    def close(self, linger: float = LINGER_SECONDS) -> None:
         if not self._open:
             return
         self._closing = True
         for conn in list(self._alive):
             conn.close()
-        deadline = time.monotonic() + LINGER_SECONDS
+        deadline = time.monotonic() + linger
         while any(conn.unanswered for conn in self._leaving):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -393,8 +404,3 @@ class TorchRpcLink(Link):
             return
         self._open = False
         self._sockets.close()
-
-
-def _release(version: str) -> str:
-    """Major and minor version: within a release TensorPipe's protocol is the same."""
-    return ".".join(version.split(".")[:2])

@@ -27,8 +27,16 @@ from zmq.utils.garbage import gc
 
 from mq import addresses, options
 from mq.mesh.poller import Poller
-from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, Capabilities, Conn, Event, Link
-from transports._zmq_conns import FAILURES, IN, LINGER_MS, NOW, Dialled, Port
+from mq.transport import (
+    CHUNK_BYTES,
+    LINGER_SECONDS,
+    MAX_HEAD_BYTES,
+    Capabilities,
+    Conn,
+    Event,
+    Link,
+)
+from transports._zmq_conns import FAILURES, IN, NOW, Dialled, Port
 from transports._zmq_router import LISTENER, Accepted, Router
 
 _HANDSHAKE_MS = 5000
@@ -289,15 +297,15 @@ class ZmqLink(Link):
     def is_routable(self, address: str) -> bool:
         return addresses.is_routable(address, self._wires)
 
-    def close(self) -> None:
+    def close(self, linger: float = LINGER_SECONDS) -> None:
         if not self._open:
             return
         self._open = False
         for conn in list(self.dialled.values()):
-            conn.close()
+            conn.close(linger)
         for port in list(self._ports.values()):
             if port is not self._monitor:
-                port.close(LINGER_MS)
+                port.close(linger)
         for port in list(self._ports.values()):
             self.forget(port)
         self._context.destroy()

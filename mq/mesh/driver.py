@@ -197,12 +197,14 @@ class Driver(Publishing):
             self._changes.notify_all()
             try:
                 marks = self._publisher.marks()
-                while True:
-                    self._poll(flush=True)
-                    marks = self._publisher.unsettled(marks)
-                    if not marks or not self._sleep(deadline):
-                        break
-                mesh.leave(reason)
+                try:
+                    while True:
+                        self._poll(flush=True)
+                        marks = self._publisher.unsettled(marks)
+                        if not marks or not self._sleep(deadline):
+                            break
+                finally:
+                    mesh.leave(reason)  # after a Ctrl-C, too
                 last = max(deadline, time.monotonic() + 0.1)
                 last = min(last, time.monotonic() + 1.0)
                 while True:

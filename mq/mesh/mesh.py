@@ -28,7 +28,7 @@ from mq.mesh.recovery import recover
 from mq.mesh.session import Fate, Session
 from mq.mesh.subscriber import Subscriber
 from mq.stats import MeshStats
-from mq.transport import Event, What
+from mq.transport import LINGER_SECONDS, Event, What
 
 if TYPE_CHECKING:
     from mq.transport import Conn, Link
@@ -383,8 +383,8 @@ class Mesh:
         """Whether every connected peer has received the BYE."""
         return all(not session.frames for session in self.sessions.values())
 
-    def close(self) -> None:
-        """Close all connections and links; nothing is sent any more."""
+    def close(self, linger: float = LINGER_SECONDS) -> None:
+        """Close all connections and links; they send what they have for so long."""
         for session in list(self.sessions.values()):
             if session.watch is not None:
                 session.watch.close()
@@ -397,4 +397,4 @@ class Mesh:
         self.sessions.clear()
         self.liveness.watches.clear()
         for link in self.links:
-            link.close()
+            link.close(linger)

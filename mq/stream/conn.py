@@ -17,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from mq.stream.framing import Framing
-from mq.transport import Event, What
+from mq.transport import LINGER_SECONDS, Event, What
 
 if TYPE_CHECKING:
     from mq.stream.link import StreamLink
 
 HELLO_BYTES: Final = 8
-LINGER_SECONDS: Final = 0.4
 _DISCARDS: Final = 16  # reads at a time while a connection closes
 
 

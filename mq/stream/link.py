@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 from mq.mesh.poller import Poller
-from mq.stream.conn import LINGER_SECONDS, StreamConn
+from mq.stream.conn import StreamConn
 from mq.stream.watching import EVENTS, Watching
-from mq.transport import Conn, Event, Link, What
+from mq.transport import LINGER_SECONDS, Conn, Event, Link, What
 
 logger = logging.getLogger(__name__)
 
@@ -209,14 +209,14 @@ class StreamLink(Watching[StreamConn], Link):
 
     # -- closing ----------
 
-    def close(self) -> None:
+    def close(self, linger: float = LINGER_SECONDS) -> None:
         if not self._is_open:
             return
         try:
             self._stop_listening()
             for conn in list(self.conns):
                 conn.close()
-            deadline = time.monotonic() + LINGER_SECONDS
+            deadline = time.monotonic() + linger
             while self.closing and time.monotonic() < deadline:
                 self._epoll.poll(_LOOK_SECONDS, EVENTS)
                 for _ in self.poll():

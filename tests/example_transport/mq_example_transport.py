@@ -19,12 +19,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from mq.mesh.poller import Poller
-from mq.transport import MAX_HEAD_BYTES, Capabilities, Conn, Event, Link, What
+from mq.transport import (
+    LINGER_SECONDS,
+    MAX_HEAD_BYTES,
+    Capabilities,
+    Conn,
+    Event,
+    Link,
+    What,
+)
 
 SCHEME = "unix://"
 SIZES = struct.Struct("<II")
 SEND_BUFFER = 1024 * 1024
-LINGER = 0.5
 
 
 class ExampleConn(Conn):
@@ -284,8 +291,8 @@ class ExampleLink(Link):
     def is_routable(self, address: str) -> bool:
         return False
 
-    def close(self) -> None:
-        deadline = time.monotonic() + LINGER
+    def close(self, linger: float = LINGER_SECONDS) -> None:
+        deadline = time.monotonic() + linger
         while unsent := [conn for conn in self._conns.values() if conn.unsent]:
             wait = deadline - time.monotonic()
             if wait <= 0:
