@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from mq.buffers import Pool, copy
-from mq.mappings import address, map_descriptor
+from mq.mappings import address, discard, map_descriptor
 
 Take = Callable[[int], memoryview]
 
@@ -73,8 +73,7 @@ class Mapping:
         stop = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = min(stop, -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         for first, last in _written(self._address + start, self._address + stop):
-            first -= self._address
-            self._map.madvise(mmap.MADV_DONTNEED, first, last - self._address - first)
+            discard(first, last)
 
 
 class Unmapped:

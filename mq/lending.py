@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from mq.buffers import class_bytes
-from mq.mappings import map_descriptor
+from mq.mappings import map_descriptor, reserve
 from mq.settings import memory_bytes
 
 logger = logging.getLogger(__name__)
@@ -89,9 +89,9 @@ class Segment:
         self.block_bytes = block_bytes
         self.used_at = time.monotonic()
         self.fd = os.memfd_create("mq", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # Where there is no memory this fails, in place of a SIGBUS later.
-        os.posix_fallocate(self.fd, 0, nbytes)
+        os.ftruncate(self.fd, nbytes)
         self.map = map_descriptor(self.fd, nbytes, private=False)
+        reserve(self.fd, self.map)
         seal(self.fd)
 
     def close(self) -> None:
