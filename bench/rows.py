@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mq import speed
+
 PACKAGES = ("torch", "numpy", "pyzmq", "pynng", "msgspec", "gymnasium")
 OTHERS = ("iceoryx2", "ray", "redis", "eclipse-zenoh", "ale-py", "torchrl")
 """What baselines and applications need; told of only where it is installed."""
@@ -111,6 +113,7 @@ def environment(arguments: Sequence[str]) -> dict[str, str]:
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "commit": _commit(),
+        "compiled": "yes" if speed.COMPILED else "no",
     }
     for package in PACKAGES:
         facts[package] = _version(package)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from mq import speed
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -36,7 +38,7 @@ def copy(source: memoryview, target: memoryview) -> None:
     if len(source) < REGION_BYTES:
         target[:] = source
     else:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+        speed.copy(source, target)
 
 
 class PoolStats(NamedTuple):

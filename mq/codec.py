@@ -10,14 +10,14 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
+from mq import alone, frames, packing, safe_types
 from mq import extensions as ext
-from mq import frames, packing, safe_types
 from mq.errors import CodecError
 from mq.frames import Frames, Spread
+from mq.plain import decode_plain, is_plain
 from mq.safe_types import add_safe_types
-from mq.unpacking import Unpacker, check_depth
+from mq.speed import encode_plain
+from mq.unpacking import Unpacker
 
 if TYPE_CHECKING:
     from mq.devices import Landing
@@ -26,17 +26,8 @@ __all__ = ["Codec", "add_safe_types"]
 
 # The opcode of a long string and the first bytes of a length of at least 64 KiB.
 _STR32: Final = re.compile(rb"\xdb(?=\x00[^\x00]|[^\x00])", re.DOTALL)
-_PLAIN_NBYTES: Final = len(frames.PLAIN)
-_PREFIX: Final = list(frames.PLAIN)
-_STRIDE: Final = _PLAIN_NBYTES + 1
-_ARRAY32: Final = struct.Struct(">BI")
 _NOTHING: Final[frozenset[str]] = frozenset()
 _encode = packing.encode
-_leaves_only = packing.LEAVES.issuperset
-
-
-def _refuse_extension(code: int, body: memoryview) -> Any:
-    raise CodecError(f"a plain message has extension type {code}")
 
 
 def _may_hold_large_str(skeleton: bytes) -> bool:
@@ -45,46 +36,6 @@ def _may_hold_large_str(skeleton: bytes) -> bool:
         if ext.LARGE <= size <= len(skeleton) - match.end() - 4:
             return True
     return False
-
-
-_decode: Final = msgspec.msgpack.Decoder(ext_hook=_refuse_extension).decode
-
-
-def _decode_plain(area: memoryview) -> Any:
-    """The value of a plain message."""
-    value = _decode(area[_PLAIN_NBYTES:])
-    if area.nbytes > ext.MAX_DEPTH:  # a level takes a byte at least
-        _check_plain(value)
-    return value
-
-
-def _check_plain(value: Any) -> None:
-    # Most messages are one dict of plain values.
-    if not (type(value) is dict and _leaves_only(map(type, value.values()))):
-        check_depth(value)
-
-
-def _decode_together(areas: Sequence[memoryview]) -> list[Any] | None:
-    """The values of plain messages, by one call for all; None: that cannot be done.
-
-    The prefix is four small integers in msgpack, so areas one after the other are the
-    elements of an array, which takes half the time of a call for each. A peer could cut
-    them elsewhere than before a prefix, or write its 1 as true: no member does, and it
-    could as well have sent the values that come of it.
-
-    Raises:
-        CodecError, RecursionError, ValueError: As for one of them.
-    """
-    count = len(areas)
-    values = _decode(b"".join([_ARRAY32.pack(0xDD, _STRIDE * count), *areas]))
-    payloads: list[Any] = values[_PLAIN_NBYTES::_STRIDE]
-    del values[_PLAIN_NBYTES::_STRIDE]
-    if values != _PREFIX * count:
-        return None
-    if max(map(len, areas)) > ext.MAX_DEPTH:
-        for payload in payloads:
-            _check_plain(payload)
-    return payloads
 
 
 class Codec:
@@ -132,28 +83,16 @@ class Codec:
         Raises:
             CodecError: A value cannot travel; says which, where, and the remedies.
         """
-        if type(payload) is dict:
-            header = self.encode_plain(payload)
-            if header is not None:
-                return Frames(header, (), len(header), _NOTHING)
-        return self._pack(payload, topic, packing.LEAVES, carried)
-
-    @staticmethod
-    def encode_plain(payload: dict[Any, Any]) -> bytes | None:
-        """The whole area of a dict of a few plain values; None: it is another one.
-
-        Most messages are such: they take one call of msgspec.
-        """
-        if _leaves_only(map(type, payload.values())) and _leaves_only(
-            map(type, payload)
-        ):
-            try:
-                header = frames.PLAIN + _encode(payload)
-            except (OverflowError, UnicodeEncodeError):
-                return None
-            if len(header) < ext.LARGE:
-                return header
-        return None
+        header = encode_plain(payload)
+        if header is not None:
+            return Frames(header, (), len(header), _NOTHING)
+        if not carried:
+            known = alone.encode(payload)
+            if known is not None:
+                return known
+        encoded = self._pack(payload, topic, packing.LEAVES, carried)
+        alone.learn_header(payload, encoded)
+        return encoded
 
     def _pack(
         self,
@@ -196,29 +135,6 @@ class Codec:
             tuple(packer.areas.values()),
         )
 
-    def decode_plain(self, areas: Sequence[memoryview]) -> list[Any]:
-        """Decode messages without buffers and extension types, as many as come first.
-
-        The first message that is another, or malformed, ends it: `decode` tells what is
-        the matter.
-        """
-        decoded: list[Any] = []
-        if len(areas) > 1 and areas[0][:_PLAIN_NBYTES] == frames.PLAIN:
-            try:
-                together = _decode_together(areas)
-            except (CodecError, RecursionError, ValueError):
-                together = None  # one of them is to blame
-            if together is not None:
-                return together
-        try:
-            for area in areas:
-                if area[:_PLAIN_NBYTES] != frames.PLAIN:
-                    break
-                decoded.append(_decode_plain(area))
-        except (CodecError, RecursionError, ValueError):
-            pass
-        return decoded
-
     def decode(
         self,
         area: memoryview | Spread,
@@ -248,13 +164,20 @@ class Codec:
             apart = area.areas
             area = area.host
         try:
-            if area[:_PLAIN_NBYTES] == frames.PLAIN and not apart:
-                return _decode_plain(area)
+            if is_plain(area) and not apart:
+                return decode_plain(area)
+            if not apart and device is None:
+                known = alone.decode(area)
+                if known is not None:
+                    return known
             skeleton, buffers, areas = frames.split(area, apart)
             if read_only:  # another process could change it while it is looked at
                 skeleton = memoryview(bytes(skeleton))
             unpacker = Unpacker(buffers, self._allow_pickle, device, read_only, areas)
-            return unpacker.unpack(skeleton)
+            payload = unpacker.unpack(skeleton)
+            if not apart:
+                alone.learn_maker(area, payload)
+            return payload
         except CodecError:
             raise
         except (ArithmeticError, TypeError, ValueError, struct.error) as error:

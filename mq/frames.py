@@ -154,6 +154,15 @@ def assemble(
     return Frames(header, buffers, end, needs, areas)
 
 
+def header_bytes(area: memoryview, most: int) -> int:
+    """Size of the header of a tabled message with one buffer; 0: it is larger."""
+    if area.nbytes < _TABLE.size:
+        return 0
+    prefix, skeleton_bytes, count = _TABLE.unpack_from(area)
+    end: int = _TABLE.size + 8 + skeleton_bytes
+    return end if prefix == TABLED and count == 1 and end <= most else 0
+
+
 def split(
     area: memoryview, apart: Sequence[Landing] = ()
 ) -> tuple[memoryview, list[memoryview], list[memoryview | Landing]]:

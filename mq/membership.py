@@ -126,6 +126,8 @@ class Membership:
 
     def describe(self) -> dict[str, Any]:
         """What was chosen and why: settings and their sources, addresses, versions."""
+        from mq import speed
+
         resolved, joined = self._settings, self._joined
         with self._driver.lock:
             peers = {
@@ -154,6 +156,7 @@ class Membership:
             "peer_timeout": resolved.peer_timeout,
             "max_message_bytes": resolved.max_message_bytes,
             "versions": versions,
+            "compiled": speed.COMPILED,
             "peers": peers,
             "sources": dict(resolved.sources),
         }

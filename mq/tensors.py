@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from mq import extensions as ext
+from mq.alone import KINDS, Kind
 from mq.arrays import checked_size, raw_bytes, with_sound_bools
 from mq.errors import CodecError
 from mq.packing import Packer, Refusal, encode
 
 if TYPE_CHECKING:
+    from mq.alone import Make
     from mq.devices import Landing
     from mq.packing import Handler
     from mq.unpacking import Unpacker
@@ -200,3 +202,44 @@ HANDLERS: Final[dict[type, Handler]] = {
     torch.nn.Parameter: _pack_parameter,
     torch.Size: _pack_size,
 }
+
+
+# -- alone in a message ----------
+
+
+def _key(tensor: torch.Tensor) -> object:
+    """What the header depends on, of a tensor whose memory is sent as it is."""
+    found = _BY_DTYPE.get(tensor.dtype)
+    if (
+        found is None
+        or found[1] is not None
+        or tensor.layout is not torch.strided
+        or tensor.requires_grad
+        or not tensor.is_cpu
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or not tensor.is_contiguous()
+    ):
+        return None
+    return tensor.dtype, tensor.shape
+
+
+def _buffer(tensor: torch.Tensor) -> memoryview:
+    return raw_bytes(tensor.numpy())
+
+
+def _maker(tensor: torch.Tensor) -> Make | None:
+    dtype = tensor.dtype
+    if dtype is torch.bool or _BY_DTYPE[dtype][1] is not None or not tensor.is_cpu:
+        return None  # its bytes are looked at, or seen as another dtype
+    shape = tuple(tensor.shape)
+    bits = tensor.numpy().dtype
+    from_numpy, array = torch.from_numpy, np.ndarray
+
+    def make(memory: memoryview) -> torch.Tensor:
+        return from_numpy(array(shape, bits, memory))
+
+    return make
+
+
+KINDS[torch.Tensor] = Kind(_key, _buffer, _maker)

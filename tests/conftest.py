@@ -19,6 +19,8 @@ import hypothesis
 import pytest
 from needs import pytest_configure, pytest_runtest_makereport
 
+from mq import speed
+
 __all__ = ["pytest_configure", "pytest_runtest_makereport"]  # hooks
 
 # How long an example takes says nothing on a loaded machine.
@@ -40,7 +42,8 @@ def pytest_report_header() -> str:
     """The versions that a result belongs to."""
     versions = ", ".join(_version(name) for name in LIBRARIES)
     system = f"{platform.system()} {platform.release()}, {os.cpu_count()} cores"
-    return f"mq: {versions}; {system}"
+    compiled = "" if speed.COMPILED else "nothing "
+    return f"mq: {compiled}compiled; {versions}; {system}"
 
 
 def _version(name: str) -> str:

@@ -6,6 +6,7 @@ Each part is a pytest run of its own; its output is shown in one piece when it e
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -33,6 +34,7 @@ _ENGINES = sorted(
 )
 _INTERRUPTS = str(_HERE / "test_interrupts.py")
 _ELSEWHERE = (CONFORMANCE, _INTERRUPTS, *_BENCH, *_APPS, *_LONG, *_ENGINES)
+IN_PYTHON = "some of all, with nothing compiled"
 PARTS = {
     "conformance of nng": [CONFORMANCE, "-k", _NNG],
     "conformance of tcp and torchrpc": [CONFORMANCE, "-k", f"({_RPC}) and not {_NNG}"],
@@ -43,6 +45,11 @@ PARTS = {
     "soak, torchrpc": _LONG,
     "links and rendezvous": sorted({*_ENGINES} - {*_LONG}),
     "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
+    IN_PYTHON: [
+        *(str(_HERE / f"test_{name}.py") for name in ("codec", "mesh_flow")),
+        CONFORMANCE,
+        *("-k", "not test_transport or inproc or [shm-"),
+    ],
 }
 LIMIT_SECONDS = 3600.0
 PROGRESS_SECONDS = 30.0
@@ -65,7 +72,7 @@ def _run(outputs: dict[str, Path], extra: list[str]) -> int:
     try:
         for name, arguments in PARTS.items():
             with outputs[name].open("wb") as output:
-                running[name] = _start([*arguments, *extra], output)
+                running[name] = _start(name, [*arguments, *extra], output)
             print(f"began: {name}", flush=True)
         spoken = begin
         while running:
@@ -100,9 +107,12 @@ def _progress(seconds: float, running: Iterable[str], outputs: dict[str, Path]) 
     return f"{seconds:.0f} s: " + ", ".join(parts)
 
 
-def _start(arguments: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(
+    name: str, arguments: list[str], output: IO[bytes]
+) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    env = {**os.environ, "MQ_COMPILED": "0"} if name == IN_PYTHON else None
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from make_golden import FOLDER, NAN, PAYLOADS
 from payload_checks import CODEC, area_of, same, travel
 
 from mq.frames import PLAIN, Frames
+from mq.plain import decode_several
 
 
 def has_titles(dtype: Any) -> bool:
@@ -288,7 +289,7 @@ def test_plain_messages_are_decoded_together_up_to_the_first_other(
         ended = ended or type(item) is memoryview or area[:4] != PLAIN
         if not ended:
             expected.append(CODEC.decode(area))
-    assert same(CODEC.decode_plain(areas), expected)
+    assert same(decode_several(areas), expected)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -298,7 +299,7 @@ def test_one_message_that_is_nested_too_deep_does_not_spoil_those_before_it(
     """It ends what is decoded together, as it does alone."""
     areas = [area_of(CODEC.encode({"n": n, "note": "x" * 300})) for n in range(3)]
     areas[place] = memoryview(TOO_DEEP)
-    assert [found["n"] for found in CODEC.decode_plain(areas)] == list(range(place))
+    assert [found["n"] for found in decode_several(areas)] == list(range(place))
 
 
 @pytest.mark.parametrize("name", sorted(PAYLOADS))

@@ -205,7 +205,7 @@ class Member:
         )
         now = self.world.clock()
         mesh.publisher.check(topic, frames)
-        if not (buffers or retain or areas) and topic.pass_gate(now, payload):
+        if not (buffers or retain or areas) and topic.gate.admit(now, payload):
             return True
         if not topic.has_credit():
             return False

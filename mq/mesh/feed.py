@@ -164,7 +164,7 @@ class Feed:
             self.next = sequence + 1
         self.late = None
         self.on_wire = self.keep is not None
-        self.topic.close_gate()
+        self.topic.gate.close()
 
     def end(self) -> None:
         """Nothing more is framed, whatever is published."""

@@ -12,6 +12,7 @@ from collections import deque
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from mq import speed
 from mq.mesh.atomic import append_to_all
 from mq.mesh.large import INLINE_BYTES, Large
 from mq.stats import TopicStats
@@ -58,19 +59,14 @@ class Topic:
         view: The sequence of the first message in the log, the bytes published before
             it, and the log: the newest messages, as far back as some subscriber needs
             them. One tuple, so that trimming it is one step.
-        gate_messages, gate_bytes, gate_time: While the log is shorter than the first,
-            the second is left, and the wall clock is below the third, a small message
-            need only be appended: there is credit, and it joins batches that are held
-            and will leave in time. Zero: the gate is closed.
+        gate: Where small messages that only join a batch pass.
     """
 
     __slots__ = (
         "_retained",
         "_summed",
         "feeds",
-        "gate_bytes",
-        "gate_messages",
-        "gate_time",
+        "gate",
         "limit_message",
         "limit_sequence",
         "limit_total",
@@ -86,6 +82,7 @@ class Topic:
         self._retained: deque[Outgoing] = deque(maxlen=1)
         self.view: tuple[int, int, list[Logged]] = (0, 0, [])
         self._summed = (self.view[2], 0, 0)
+        self.gate = speed.Gate()
         self.refresh()
 
     @property
@@ -138,7 +135,7 @@ class Topic:
             (feed.limit_sequence for feed in bounded), default=NO_LIMIT
         )
         self.limit_total = min((feed.limit_total for feed in bounded), default=NO_LIMIT)
-        self.close_gate()
+        self.gate.close()
 
     def has_credit(self) -> bool:
         """Whether every keep-all subscriber has room for one more message."""
@@ -173,7 +170,7 @@ class Topic:
             before = total - size_of(left) if left else total
             self.view = (base + count, before, left)
             self._summed = (left, len(left), total)  # lets the old log go
-            self.close_gate()
+            self.gate.close()
 
     def drop_all(self) -> None:
         """Let go of the memory of all messages; the counters stay."""
@@ -182,7 +179,7 @@ class Topic:
         left: list[Logged] = []
         self.view = (self.newest + 1, total, left)
         self._summed = (left, 0, total)
-        self.close_gate()
+        self.gate.close()
 
     # -- the gate ----------
 
@@ -209,24 +206,5 @@ class Topic:
             messages = min(messages, feed.next - base + BATCH_MESSAGES)
             nbytes = min(nbytes, BATCH_BYTES - feed.queued_bytes())
         # The last one is left to `publish`, which sends the batch or waits for credit.
-        self.gate_messages, self.gate_bytes = messages - 1, nbytes
-        self.gate_time = wall + until - now
-
-    def close_gate(self) -> None:
-        """Have the next message looked at."""
-        self.gate_messages = self.gate_bytes = 0
-        self.gate_time = 0.0
-
-    def pass_gate(self, published_at: float, data: bytes) -> bool:
-        """Commit a small message, if the gate is open; else nothing is done."""
         log = self.view[2]
-        if (
-            len(log) < self.gate_messages
-            and published_at < self.gate_time
-            and self.gate_bytes > 0
-            and len(data) <= INLINE_BYTES
-        ):
-            self.gate_bytes -= len(data)
-            log.append((published_at, data))
-            return True
-        return False
+        self.gate.open(log, messages - 1, nbytes, wall + until - now, INLINE_BYTES)

@@ -158,7 +158,7 @@ class Publisher:
     def close_gates(self) -> None:
         """Have the next message on every topic looked at."""
         for topic in list(self.topics.values()):
-            topic.close_gate()
+            topic.gate.close()
 
     def fill_pieces(self, frames: Frames) -> None:
         """Copy what is on devices, which `publish` would do else."""

@@ -44,21 +44,6 @@ class Publishing(Waiting):
         self._told: set[Session] = set()
         self.devices = frozenset[str]().union(*(link.devices for link in mesh.links))
 
-    def join(self, name: str, data: bytes) -> bool:
-        """Commit a small message that only joins batches that are held.
-
-        Returns:
-            False where there is more to do, or nobody to ask: then `publish` does it.
-        """
-        topic = self._topics.get(name)
-        if topic is None:
-            return False
-        published_at = time.time()
-        self._wanted |= self.lock.locked()
-        with self.lock:
-            self._wanted = False
-            return topic.pass_gate(published_at, data)
-
     def publish(
         self,
         name: str,

@@ -11,7 +11,7 @@ from mq.stats import TopicStats
 if TYPE_CHECKING:
     from mq.mesh.session import Session
 
-MOST_AT_ONCE: Final = 32
+MOST_AT_ONCE: Final = 128
 """Messages that `recv` decodes ahead at most."""
 
 

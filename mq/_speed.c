@@ -1,0 +1,779 @@
+/* The hottest functions of the library, compiled: mq/speed.py says which, and what stands
+   in for them where there was no compiler. Each does what its twin in Python does; the
+   tests run both.
+
+   Nothing here runs code of Python's between looking at something and changing it, so
+   what is done under the interpreter lock is done in one step: whatever may allocate an
+   object that the garbage collector knows, and so run a finalizer, comes before. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+static const char PREFIX[4] = {'M', 'Q', 1, 0}; /* mq.frames.PLAIN */
+#define LARGE (64 * 1024)                       /* mq.extensions.LARGE */
+#define MOST_LEVELS 16                          /* deeper ones are left to the twin */
+
+/* -- plain messages: encoding ---------- */
+
+typedef struct {
+    unsigned char *bytes;
+    size_t size, room;
+    unsigned char first[1024];
+} Buffer;
+
+static int
+grow(Buffer *out, size_t more)
+{
+    if (out->size + more > LARGE)
+        return -1;
+    size_t room = out->room * 2;
+    while (room < out->size + more)
+        room *= 2;
+    unsigned char *bytes = PyMem_Malloc(room);
+    if (bytes == NULL)
+        return -1;
+    memcpy(bytes, out->bytes, out->size);
+    if (out->bytes != out->first)
+        PyMem_Free(out->bytes);
+    out->bytes = bytes;
+    out->room = room;
+    return 0;
+}
+
+static inline unsigned char *
+extend(Buffer *out, size_t more)
+{
+    if (out->size + more > out->room && grow(out, more) < 0)
+        return NULL;
+    unsigned char *place = out->bytes + out->size;
+    out->size += more;
+    return place;
+}
+
+static inline void
+put_big_endian(unsigned char *place, uint64_t value, int nbytes)
+{
+    for (int n = nbytes; n-- > 0; value >>= 8)
+        place[n] = (unsigned char)value;
+}
+
+static int
+put_number(Buffer *out, unsigned char opcode, uint64_t value, int nbytes)
+{
+    unsigned char *place = extend(out, 1 + nbytes);
+    if (place == NULL)
+        return -1;
+    place[0] = opcode;
+    put_big_endian(place + 1, value, nbytes);
+    return 0;
+}
+
+static int
+put_int(Buffer *out, PyObject *value)
+{
+    int overflow;
+    long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    if (overflow > 0) {
+        unsigned long long large = PyLong_AsUnsignedLongLong(value);
+        if (large == (unsigned long long)-1 && PyErr_Occurred()) {
+            PyErr_Clear();
+            return -1;
+        }
+        return put_number(out, 0xcf, large, 8);
+    }
+    if (overflow < 0)
+        return -1;
+    if (number >= -32 && number < 128)
+        return put_number(out, (unsigned char)number, 0, 0);
+    if (number >= 0) {
+        if (number <= UINT8_MAX)
+            return put_number(out, 0xcc, number, 1);
+        if (number <= UINT16_MAX)
+            return put_number(out, 0xcd, number, 2);
+        if (number <= UINT32_MAX)
+            return put_number(out, 0xce, number, 4);
+        return put_number(out, 0xcf, number, 8);
+    }
+    if (number >= INT8_MIN)
+        return put_number(out, 0xd0, (uint64_t)number, 1);
+    if (number >= INT16_MIN)
+        return put_number(out, 0xd1, (uint64_t)number, 2);
+    if (number >= INT32_MIN)
+        return put_number(out, 0xd2, (uint64_t)number, 4);
+    return put_number(out, 0xd3, (uint64_t)number, 8);
+}
+
+static int
+put_str(Buffer *out, PyObject *value)
+{
+    Py_ssize_t size;
+    const char *text = PyUnicode_AsUTF8AndSize(value, &size);
+    if (text == NULL) {
+        PyErr_Clear(); /* lone surrogates: the twin says which */
+        return -1;
+    }
+    int failed;
+    if (size < 32)
+        failed = put_number(out, 0xa0 | (unsigned char)size, 0, 0);
+    else if (size <= UINT8_MAX)
+        failed = put_number(out, 0xd9, size, 1);
+    else if (size <= UINT16_MAX)
+        failed = put_number(out, 0xda, size, 2);
+    else
+        return -1;
+    unsigned char *place = failed ? NULL : extend(out, size);
+    if (place == NULL)
+        return -1;
+    memcpy(place, text, size);
+    return 0;
+}
+
+static int
+put_leaf(Buffer *out, PyObject *value)
+{
+    if (PyUnicode_CheckExact(value))
+        return put_str(out, value);
+    if (PyLong_CheckExact(value))
+        return put_int(out, value);
+    if (PyFloat_CheckExact(value)) {
+        double number = PyFloat_AS_DOUBLE(value);
+        uint64_t bits;
+        memcpy(&bits, &number, sizeof bits);
+        return put_number(out, 0xcb, bits, 8);
+    }
+    if (value == Py_None)
+        return put_number(out, 0xc0, 0, 0);
+    if (value == Py_False)
+        return put_number(out, 0xc2, 0, 0);
+    if (value == Py_True)
+        return put_number(out, 0xc3, 0, 0);
+    return -1;
+}
+
+static int
+put_dict(Buffer *out, PyObject *dict)
+{
+    PyObject *key, *value;
+    Py_ssize_t at = 0, count = PyDict_GET_SIZE(dict);
+    int failed;
+    if (count < 16)
+        failed = put_number(out, 0x80 | (unsigned char)count, 0, 0);
+    else if (count <= UINT16_MAX)
+        failed = put_number(out, 0xde, count, 2);
+    else
+        return -1;
+    while (!failed && PyDict_Next(dict, &at, &key, &value))
+        failed = put_leaf(out, key) < 0 || put_leaf(out, value) < 0;
+    return failed ? -1 : 0;
+}
+
+/* The area of a leaf or a dict of leaves; NULL without an exception: it is another
+   payload. */
+static PyObject *
+plain_area(PyObject *payload)
+{
+    Buffer out;
+    out.bytes = out.first;
+    out.room = sizeof out.first;
+    out.size = sizeof PREFIX;
+    memcpy(out.bytes, PREFIX, sizeof PREFIX);
+    PyObject *area = NULL;
+    int failed
+        = PyDict_CheckExact(payload) ? put_dict(&out, payload) : put_leaf(&out, payload);
+    if (!failed && out.size < LARGE)
+        area = PyBytes_FromStringAndSize((const char *)out.bytes, out.size);
+    if (out.bytes != out.first)
+        PyMem_Free(out.bytes);
+    return area;
+}
+
+static PyObject *
+encode_plain(PyObject *module, PyObject *payload)
+{
+    PyObject *area = plain_area(payload);
+    if (area == NULL && !PyErr_Occurred())
+        Py_RETURN_NONE;
+    return area;
+}
+
+/* -- plain messages: decoding ---------- */
+
+typedef struct {
+    const unsigned char *at, *end;
+} Source;
+
+/* Keys come again and again. What a slot holds is compared, never trusted. */
+#define KEYS 512
+#define LONGEST_KEY 32
+static PyObject *known_keys[KEYS];
+
+static inline uint64_t
+big_endian(const unsigned char *place, int nbytes)
+{
+    uint64_t value = 0;
+    for (int n = 0; n < nbytes; n++)
+        value = value << 8 | place[n];
+    return value;
+}
+
+static inline Py_ssize_t
+left(const Source *in)
+{
+    return in->end - in->at;
+}
+
+/* A number of `nbytes` that is in the source; -1: it is cut off. */
+static inline int
+take_number(Source *in, int nbytes, uint64_t *value)
+{
+    if (left(in) < nbytes)
+        return -1;
+    *value = big_endian(in->at, nbytes);
+    in->at += nbytes;
+    return 0;
+}
+
+static PyObject *
+take_str(Source *in, uint64_t size, int is_key)
+{
+    if ((uint64_t)left(in) < size)
+        return NULL;
+    const char *text = (const char *)in->at;
+    in->at += size;
+    PyObject **slot = NULL;
+    if (is_key && size && size <= LONGEST_KEY) {
+        uint32_t hash = 2166136261u; /* FNV-1a */
+        for (uint64_t n = 0; n < size; n++)
+            hash = (hash ^ (unsigned char)text[n]) * 16777619u;
+        slot = &known_keys[hash % KEYS];
+        if (*slot != NULL && (uint64_t)PyUnicode_GET_LENGTH(*slot) == size
+            && memcmp(PyUnicode_1BYTE_DATA(*slot), text, size) == 0)
+            return Py_NewRef(*slot);
+    }
+    PyObject *found = PyUnicode_DecodeUTF8(text, size, NULL);
+    if (slot != NULL && found != NULL && PyUnicode_IS_ASCII(found))
+        Py_XSETREF(*slot, Py_NewRef(found));
+    return found;
+}
+
+static PyObject *take_value(Source *in, int levels, int is_key);
+
+static PyObject *
+take_list(Source *in, uint64_t count, int levels)
+{
+    /* An element takes a byte at least: nobody makes us allocate more than that. */
+    if (count > (uint64_t)left(in) || levels >= MOST_LEVELS)
+        return NULL;
+    PyObject *list = PyList_New(count);
+    for (uint64_t n = 0; list != NULL && n < count; n++) {
+        PyObject *value = take_value(in, levels + 1, 0);
+        if (value == NULL)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, n, value);
+    }
+    return list;
+}
+
+static PyObject *
+take_dict(Source *in, uint64_t count, int levels)
+{
+    if (count > (uint64_t)left(in) / 2 || levels >= MOST_LEVELS)
+        return NULL;
+    PyObject *dict = PyDict_New();
+    for (uint64_t n = 0; dict != NULL && n < count; n++) {
+        PyObject *key = take_value(in, levels + 1, 1);
+        PyObject *value = key == NULL ? NULL : take_value(in, levels + 1, 0);
+        if (value == NULL || PyDict_SetItem(dict, key, value) < 0)
+            Py_CLEAR(dict);
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+/* NULL, perhaps with an exception: it is malformed, or of a kind left to the twin. */
+static PyObject *
+take_value(Source *in, int levels, int is_key)
+{
+    if (in->at == in->end)
+        return NULL;
+    unsigned char opcode = *in->at++;
+    uint64_t number;
+    if (opcode < 0x80 || opcode >= 0xe0)
+        return PyLong_FromLong((signed char)opcode);
+    if (opcode >= 0xa0 && opcode < 0xc0)
+        return take_str(in, opcode & 0x1f, is_key);
+    if (opcode < 0xa0) {
+        if (is_key)
+            return NULL;
+        return opcode < 0x90 ? take_dict(in, opcode & 0x0f, levels)
+                             : take_list(in, opcode & 0x0f, levels);
+    }
+    switch (opcode) {
+    case 0xc0:
+        return Py_NewRef(Py_None);
+    case 0xc2:
+        return Py_NewRef(Py_False);
+    case 0xc3:
+        return Py_NewRef(Py_True);
+    case 0xcb: {
+        double value;
+        if (take_number(in, 8, &number) < 0)
+            return NULL;
+        memcpy(&value, &number, sizeof value);
+        return PyFloat_FromDouble(value);
+    }
+    case 0xcc:
+    case 0xcd:
+    case 0xce:
+    case 0xcf:
+        if (take_number(in, 1 << (opcode - 0xcc), &number) < 0)
+            return NULL;
+        return PyLong_FromUnsignedLongLong(number);
+    case 0xd0:
+        return take_number(in, 1, &number) < 0 ? NULL : PyLong_FromLong((int8_t)number);
+    case 0xd1:
+        return take_number(in, 2, &number) < 0 ? NULL : PyLong_FromLong((int16_t)number);
+    case 0xd2:
+        return take_number(in, 4, &number) < 0 ? NULL : PyLong_FromLong((int32_t)number);
+    case 0xd3:
+        return take_number(in, 8, &number) < 0
+                   ? NULL
+                   : PyLong_FromLongLong((int64_t)number);
+    case 0xd9:
+    case 0xda:
+    case 0xdb:
+        if (take_number(in, 1 << (opcode - 0xd9), &number) < 0)
+            return NULL;
+        return take_str(in, number, is_key);
+    case 0xc4:
+    case 0xc5:
+    case 0xc6: {
+        if (is_key || take_number(in, 1 << (opcode - 0xc4), &number) < 0
+            || (uint64_t)left(in) < number)
+            return NULL;
+        PyObject *found = PyBytes_FromStringAndSize((const char *)in->at, number);
+        in->at += number;
+        return found;
+    }
+    case 0xdc:
+    case 0xdd:
+        if (is_key || take_number(in, 2 << (opcode - 0xdc), &number) < 0)
+            return NULL;
+        return take_list(in, number, levels);
+    case 0xde:
+    case 0xdf:
+        if (is_key || take_number(in, 2 << (opcode - 0xde), &number) < 0)
+            return NULL;
+        return take_dict(in, number, levels);
+    default:
+        return NULL;
+    }
+}
+
+/* The payload of a plain area; NULL without an exception: the twin is to decode it. */
+static PyObject *
+plain_payload(PyObject *area, Py_ssize_t *nbytes)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(area, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    PyObject *payload = NULL;
+    *nbytes = view.len;
+    if (view.len > (Py_ssize_t)sizeof PREFIX
+        && memcmp(view.buf, PREFIX, sizeof PREFIX) == 0) {
+        Source in = {view.buf, (const unsigned char *)view.buf + view.len};
+        in.at += sizeof PREFIX;
+        payload = take_value(&in, 0, 0);
+        if (payload != NULL && in.at != in.end)
+            Py_CLEAR(payload);
+        if (payload == NULL && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_MemoryError))
+            PyErr_Clear(); /* text that is not UTF-8 */
+    }
+    PyBuffer_Release(&view);
+    return payload;
+}
+
+static PyObject *
+decode_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 7 || !PyType_Check(args[0]) || !PyLong_Check(args[4])
+        || !PyTuple_Check(args[5]) || !PyList_Check(args[6])
+        || !PyType_IsSubtype((PyTypeObject *)args[0], &PyTuple_Type)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "decode_run(type, topic, sender, incarnation, first, times, areas)");
+        return NULL;
+    }
+    PyTypeObject *type = (PyTypeObject *)args[0];
+    long long first = PyLong_AsLongLong(args[4]);
+    if (first == -1 && PyErr_Occurred())
+        return NULL;
+    PyObject *times = args[5], *areas = args[6];
+    PyObject *messages = PyList_New(0);
+    if (messages == NULL)
+        return NULL;
+    for (Py_ssize_t n = 0; n < PyList_GET_SIZE(areas) && n < PyTuple_GET_SIZE(times); n++) {
+        Py_ssize_t nbytes;
+        PyObject *area = Py_NewRef(PyList_GET_ITEM(areas, n));
+        PyObject *payload = plain_payload(area, &nbytes);
+        Py_DECREF(area);
+        if (payload == NULL) {
+            if (PyErr_Occurred())
+                goto failed;
+            break;
+        }
+        PyObject *sequence = PyLong_FromLongLong(first + n);
+        PyObject *size = PyLong_FromSsize_t(nbytes);
+        PyObject *message = sequence && size ? type->tp_alloc(type, 7) : NULL;
+        if (message == NULL) {
+            Py_DECREF(payload);
+            Py_XDECREF(sequence);
+            Py_XDECREF(size);
+            goto failed;
+        }
+        PyTuple_SET_ITEM(message, 0, Py_NewRef(args[1]));
+        PyTuple_SET_ITEM(message, 1, payload);
+        PyTuple_SET_ITEM(message, 2, Py_NewRef(args[2]));
+        PyTuple_SET_ITEM(message, 3, sequence);
+        PyTuple_SET_ITEM(message, 4, Py_NewRef(args[3]));
+        PyTuple_SET_ITEM(message, 5, Py_NewRef(PyTuple_GET_ITEM(times, n)));
+        PyTuple_SET_ITEM(message, 6, size);
+        int appended = PyList_Append(messages, message);
+        Py_DECREF(message);
+        if (appended < 0)
+            goto failed;
+    }
+    return messages;
+failed:
+    Py_DECREF(messages);
+    return NULL;
+}
+
+/* -- the gate ---------- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *log; /* of committed messages; NULL while it is closed */
+    long long messages, nbytes, largest;
+    double until;
+} Gate;
+
+static PyObject *str_locked;
+
+static inline int
+has_room(const Gate *gate, double published_at, Py_ssize_t nbytes)
+{
+    return gate->log != NULL && PyList_GET_SIZE(gate->log) < gate->messages
+           && published_at < gate->until && gate->nbytes > 0 && nbytes <= gate->largest;
+}
+
+static int
+append(Gate *gate, PyObject *logged, Py_ssize_t nbytes)
+{
+    if (PyList_Append(gate->log, logged) < 0)
+        return -1;
+    gate->nbytes -= nbytes;
+    return 0;
+}
+
+static PyObject *
+new_logged(double published_at, PyObject *data)
+{
+    PyObject *stamp = PyFloat_FromDouble(published_at);
+    PyObject *logged = stamp == NULL ? NULL : PyTuple_Pack(2, stamp, data);
+    Py_XDECREF(stamp);
+    return logged;
+}
+
+static PyObject *
+gate_close(Gate *gate, PyObject *ignored)
+{
+    gate->messages = gate->nbytes = 0;
+    gate->until = 0.0;
+    Py_CLEAR(gate->log);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+gate_open(Gate *gate, PyObject *args)
+{
+    PyObject *log;
+    long long messages, nbytes, largest;
+    double until;
+    if (!PyArg_ParseTuple(args, "O!LLdL", &PyList_Type, &log, &messages, &nbytes, &until,
+                          &largest))
+        return NULL;
+    Py_XSETREF(gate->log, Py_NewRef(log));
+    gate->messages = messages;
+    gate->nbytes = nbytes;
+    gate->until = until;
+    gate->largest = largest;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+gate_admit(Gate *gate, PyObject *args)
+{
+    double published_at;
+    PyObject *data;
+    if (!PyArg_ParseTuple(args, "dS", &published_at, &data))
+        return NULL;
+    if (gate->log == NULL)
+        Py_RETURN_FALSE;
+    PyObject *logged = new_logged(published_at, data);
+    if (logged == NULL)
+        return NULL;
+    int room = has_room(gate, published_at, PyBytes_GET_SIZE(data));
+    int failed = room && append(gate, logged, PyBytes_GET_SIZE(data)) < 0;
+    Py_DECREF(logged);
+    return failed ? NULL : PyBool_FromLong(room);
+}
+
+static PyObject *
+gate_publish(Gate *gate, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "publish(payload, lock)");
+        return NULL;
+    }
+    if (gate->log == NULL)
+        Py_RETURN_FALSE;
+    PyObject *data = plain_area(args[0]);
+    if (data == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_FALSE;
+    }
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    double published_at = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    PyObject *logged = new_logged(published_at, data);
+    PyObject *locked
+        = logged == NULL ? NULL : PyObject_CallMethodNoArgs(args[1], str_locked);
+    if (locked == NULL) {
+        Py_DECREF(data);
+        Py_XDECREF(logged);
+        return NULL;
+    }
+    /* Nobody has the lock, and nobody gets it before this returns. */
+    int room = locked == Py_False && has_room(gate, published_at, PyBytes_GET_SIZE(data));
+    int failed = room && append(gate, logged, PyBytes_GET_SIZE(data)) < 0;
+    Py_DECREF(locked);
+    Py_DECREF(logged);
+    Py_DECREF(data);
+    return failed ? NULL : PyBool_FromLong(room);
+}
+
+static PyObject *
+gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    if (!PyArg_ParseTuple(args, ""))
+        return NULL;
+    return type->tp_alloc(type, 0);
+}
+
+static int
+gate_traverse(Gate *gate, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(gate));
+    Py_VISIT(gate->log);
+    return 0;
+}
+
+static void
+gate_dealloc(Gate *gate)
+{
+    PyTypeObject *type = Py_TYPE(gate);
+    PyObject_GC_UnTrack(gate);
+    Py_CLEAR(gate->log);
+    type->tp_free(gate);
+    Py_DECREF(type);
+}
+
+static PyMethodDef gate_methods[] = {
+    {"open", (PyCFunction)gate_open, METH_VARARGS, NULL},
+    {"close", (PyCFunction)gate_close, METH_NOARGS, NULL},
+    {"admit", (PyCFunction)gate_admit, METH_VARARGS, NULL},
+    {"publish", (PyCFunction)(void (*)(void))gate_publish, METH_FASTCALL, NULL},
+    {NULL},
+};
+
+/* It holds a list of tuples of floats and bytes, which never refer to it: traversing is
+   all that the garbage collector needs. */
+static PyType_Slot gate_slots[] = {
+    {Py_tp_new, gate_new},
+    {Py_tp_dealloc, gate_dealloc},
+    {Py_tp_traverse, gate_traverse},
+    {Py_tp_methods, gate_methods},
+    {0, NULL},
+};
+
+static PyType_Spec gate_spec = {
+    .name = "mq._speed.Gate",
+    .basicsize = sizeof(Gate),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = gate_slots,
+};
+
+/* -- copies by several threads ---------- */
+
+#define SLICE ((size_t)512 * 1024)
+#define MOST_HELPERS 3
+
+typedef struct {
+    char *target;
+    const char *source;
+    size_t nbytes;
+    atomic_size_t next; /* first byte that nobody has taken */
+    atomic_size_t left; /* bytes that are not there yet */
+    atomic_int users;   /* who comes last frees it */
+} Job;
+
+static void
+copy_slices(Job *job)
+{
+    size_t start;
+    while ((start = atomic_fetch_add(&job->next, SLICE)) < job->nbytes) {
+        size_t size = job->nbytes - start < SLICE ? job->nbytes - start : SLICE;
+        memcpy(job->target + start, job->source + start, size);
+        atomic_fetch_sub(&job->left, size);
+    }
+}
+
+static void
+leave(Job *job)
+{
+    if (atomic_fetch_sub(&job->users, 1) == 1)
+        PyMem_RawFree(job);
+}
+
+static void *
+help(void *job)
+{
+    copy_slices(job);
+    leave(job);
+    return NULL;
+}
+
+static int
+helpers(size_t nbytes)
+{
+    cpu_set_t set;
+    int cores = 1;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        cores = CPU_COUNT(&set);
+    int wanted = (int)(nbytes / (4 * SLICE));
+    int most = cores - 1 < MOST_HELPERS ? cores - 1 : MOST_HELPERS;
+    return wanted < most ? wanted : most;
+}
+
+/* Threads that live for one copy: nothing stays behind, and nothing is there to be lost
+   by a fork. One that comes late finds nothing to do, and nobody waits for it. */
+static void
+copy_together(char *target, const char *source, size_t nbytes, int count)
+{
+    Job *job = count > 0 ? PyMem_RawMalloc(sizeof *job) : NULL;
+    if (job == NULL) {
+        memcpy(target, source, nbytes);
+        return;
+    }
+    job->target = target;
+    job->source = source;
+    job->nbytes = nbytes;
+    atomic_init(&job->next, 0);
+    atomic_init(&job->left, nbytes);
+    atomic_init(&job->users, 1);
+    pthread_attr_t attributes;
+    sigset_t all, before;
+    sigfillset(&all); /* signals are for the threads that the application knows */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    if (pthread_attr_init(&attributes) == 0) {
+        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        pthread_attr_setstacksize(&attributes, 128 * 1024);
+        for (int n = 0; n < count; n++) {
+            pthread_t thread;
+            atomic_fetch_add(&job->users, 1);
+            if (pthread_create(&thread, &attributes, help, job) != 0) {
+                atomic_fetch_sub(&job->users, 1);
+                break;
+            }
+        }
+        pthread_attr_destroy(&attributes);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    copy_slices(job);
+    while (atomic_load(&job->left) > 0)
+        sched_yield(); /* for one slice at most */
+    leave(job);
+}
+
+static PyObject *
+copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_buffer source, target;
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "copy(source, target)");
+        return NULL;
+    }
+    if (PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&source);
+        return NULL;
+    }
+    int fits = source.len == target.len;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        copy_together(target.buf, source.buf, source.len, helpers(source.len));
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_Format(PyExc_ValueError, "%zd bytes do not fit into %zd", source.len,
+                     target.len);
+    }
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&source);
+    if (!fits)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* -- the module ---------- */
+
+static PyMethodDef methods[] = {
+    {"encode_plain", encode_plain, METH_O, NULL},
+    {"decode_run", (PyCFunction)(void (*)(void))decode_run, METH_FASTCALL, NULL},
+    {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, NULL},
+    {NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "mq._speed",
+    .m_size = -1,
+    .m_methods = methods,
+};
+
+PyMODINIT_FUNC
+PyInit__speed(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    PyObject *gate = module == NULL ? NULL : PyType_FromSpec(&gate_spec);
+    str_locked = gate == NULL ? NULL : PyUnicode_InternFromString("locked");
+    if (str_locked == NULL || PyModule_AddObject(module, "Gate", gate) < 0) {
+        Py_XDECREF(gate);
+        Py_XDECREF(module);
+        return NULL;
+    }
+    return module;
+}

@@ -1,0 +1,59 @@
+"""The hottest functions: compiled, or their twins in Python.
+
+A wheel that was built where there is a compiler has ``mq._speed``. With `MQ_COMPILED=0`
+in the environment Python is used all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from mq import plain
+from mq.mesh import gate
+
+try:
+    if os.environ.get("MQ_COMPILED") == "0":
+        raise ImportError("it is not wanted")
+    from mq import _speed
+except ImportError:
+    _speed = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from mq.message import Message
+
+COMPILED: Final = _speed is not None
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    import numpy as np  # small messages do without it
+
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _decode_run(
+    kind: type[Message],
+    topic: str,
+    sender: str,
+    incarnation: str,
+    first: int,
+    times: tuple[float, ...],
+    areas: list[memoryview],
+) -> list[Message]:
+    run = (kind, topic, sender, incarnation, first, times, areas)
+    return _speed.decode_run(*run) or plain.decode_run(*run)  # which takes what is rare
+
+
+Gate: Final[type[gate.Gate]] = _speed.Gate if COMPILED else gate.Gate
+encode_plain: Final[Callable[[Any], bytes | None]] = (
+    _speed.encode_plain if COMPILED else plain.encode_plain
+)
+decode_run: Final = _decode_run if COMPILED else plain.decode_run
+copy: Final[Callable[[memoryview, memoryview], None]] = (
+    _speed.copy if COMPILED else _copy
+)
+"""Copies all bytes of the first to the second, contiguous, format 'B', of one size.
+
+Other threads run meanwhile; compiled, several of its own copy.
+"""

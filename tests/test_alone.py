@@ -1,0 +1,144 @@
+"""Payloads that are one tensor, by the short way and by the long one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from payload_checks import same
+
+from mq import alone
+from mq.codec import Codec
+from mq.errors import CodecError
+
+CODEC = Codec()
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known() -> Iterator[None]:
+    alone._headers.clear()
+    alone._makers.clear()
+    yield
+    alone._headers.clear()
+    alone._makers.clear()
+
+
+def area_of(payload: Any) -> memoryview:
+    """A message as it arrives."""
+    return memoryview(bytearray(CODEC.encode(payload).pack()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (4, 5, 6)], ids=str)
+def test_the_second_is_as_the_first(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Bytes and values, though they differ from those of the first."""
+    first = torch.ones(shape, dtype=dtype)
+    second = torch.randn(shape).to(dtype)
+    long = CODEC.encode(second).pack()
+    for tensor in (first, second, second):
+        area = area_of(tensor)
+        found = CODEC.decode(area)
+        assert same(found, tensor)
+        assert found.is_contiguous()
+        if found.numel():
+            found.view(-1)[0] = 0  # writable, and of this message alone
+    assert CODEC.encode(second).pack() == long
+
+
+def test_it_is_the_short_way() -> None:
+    """Else nothing here would test it."""
+    for _ in range(2):
+        CODEC.decode(area_of(torch.ones(7)))
+    assert alone.encode(torch.zeros(7)) is not None
+    assert alone.encode(torch.zeros(8)) is None
+    assert alone.decode(area_of(torch.zeros(7))) is not None
+    assert alone.decode(area_of(torch.zeros(8))) is None
+    assert alone.decode(area_of(np.zeros(7, np.float32))) is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(3, 4).T,
+        torch.arange(12.0)[::2],
+        torch.arange(12.0, requires_grad=True),
+        torch.arange(4) * 1j,
+        (torch.arange(4) * 1j).conj(),
+        (torch.arange(4) * 1j).conj().imag,
+        torch.nn.Parameter(torch.arange(12.0)),
+        torch.arange(12.0).expand(2, 12),
+    ],
+    ids=[
+        "transposed",
+        "strided",
+        "grad",
+        "complex",
+        "conj",
+        "neg",
+        "parameter",
+        "view",
+    ],
+)
+def test_what_is_not_sent_as_it_lies_there_takes_the_long_way(
+    tensor: torch.Tensor,
+) -> None:
+    """Even after a plain one of the same dtype and shape."""
+    plain = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    for payload in (plain, tensor, tensor, plain):
+        assert same(CODEC.decode(area_of(payload)), payload.detach().resolve_conj())
+
+
+def test_a_subclass_takes_the_long_way() -> None:
+    """Its type is refused, or registered, by name."""
+
+    class Special(torch.Tensor):
+        pass
+
+    CODEC.encode(torch.zeros(3))
+    with pytest.raises(CodecError, match="Special"):
+        CODEC.encode(torch.zeros(3).as_subclass(Special))
+
+
+@pytest.mark.parametrize("damage", [-1, 1, 64])
+def test_a_known_header_with_another_size_is_malformed(damage: int) -> None:
+    """As it is when the header is not known."""
+    area = area_of(torch.ones(40))
+    other = memoryview(bytearray(area.tobytes()[: len(area) + min(damage, 0)]
+                                 + bytes(max(damage, 0))))  # fmt: skip
+    for _ in range(2):
+        with pytest.raises(CodecError):
+            CODEC.decode(other)
+        assert same(CODEC.decode(area), torch.ones(40))
+
+
+def test_memory_that_is_read_only_is_copied() -> None:
+    """Torch has no read-only tensors."""
+    area = area_of(torch.ones(40))
+    CODEC.decode(area)
+    found = CODEC.decode(memoryview(bytes(area)))
+    found[0] = 2
+    assert bytes(area) == bytes(area_of(torch.ones(40)))
+
+
+def test_what_is_known_is_bounded() -> None:
+    """A peer that sends ever other shapes costs no memory."""
+    for n in range(1, 3 * alone.MOST_HEADERS):
+        CODEC.decode(area_of(torch.zeros(n, dtype=torch.uint8)))
+    assert len(alone._headers) <= alone.MOST_HEADERS
+    assert len(alone._makers) <= alone.MOST_HEADERS
+    CODEC.decode(area_of(torch.zeros((1,) * 60)))
+    assert max(map(len, alone._makers)) <= alone.LONGEST_HEADER

@@ -1,0 +1,397 @@
+"""The compiled functions do what their twins in Python do."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fresh_python import output_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mq import extensions as ext
+from mq import plain, speed
+from mq.frames import PLAIN, TABLED
+from mq.mesh import gate as gates
+from mq.message import Message
+from mq.testing.worker import resident_bytes
+
+needs_compiled = pytest.mark.skipif(
+    not speed.COMPILED,
+    reason="mq._speed is not there: installed without a compiler, or MQ_COMPILED=0",
+)
+GATES = [
+    gates.Gate,
+    pytest.param(speed.Gate, id="compiled", marks=needs_compiled),
+]
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63) - 2, 2**64 + 2)
+    | st.sampled_from([n + d for p in (5, 7, 8, 15, 16, 31, 32, 63, 64)
+                       for n in (1 << p, -(1 << p)) for d in (-1, 0, 1)])
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(codec=None), max_size=40)
+    | st.sampled_from([15, 16, 127, 128, 32757, 32768]).map("é".__mul__)
+)  # fmt: skip
+dicts = st.dictionaries(leaves, leaves, max_size=20) | st.integers(0, 300).map(
+    lambda count: dict.fromkeys(range(count), True)
+)
+payloads = (
+    leaves
+    | dicts
+    | st.recursive(
+        leaves | st.binary(max_size=300),
+        lambda inner: (
+            st.lists(inner, max_size=4) | st.dictionaries(leaves, inner, max_size=4)
+        ),
+        max_leaves=12,
+    )
+)
+
+
+class Text(str):
+    """Not exactly a str, and weakly referable."""
+
+
+def test_the_environment_can_ask_for_python() -> None:
+    """To see whether a fault lies in what is compiled."""
+    code = (
+        "import os; os.environ['MQ_COMPILED'] = '0'\n"
+        "from mq import speed; print(speed.COMPILED)"
+    )
+    assert output_of(code).strip() == "False"
+
+
+@needs_compiled
+def test_it_is_used_where_it_is_there() -> None:
+    """And not only built."""
+    assert speed.Gate is not gates.Gate
+    assert speed.encode_plain is not plain.encode_plain
+    assert speed.decode_run is not plain.decode_run
+
+
+@needs_compiled
+@given(payloads)
+@settings(max_examples=500)
+def test_the_same_bytes(payload: Any) -> None:
+    """Of every payload, or by both none."""
+    assert speed.encode_plain(payload) == plain.encode_plain(payload)
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "payload",
+    [
+        True,
+        (1, 2),
+        {"a": (1,)},
+        {"a": b"x"},
+        {(1,): 1},
+        Text("x"),
+        {"a": Text("x")},
+        {Text("a"): 1},
+        {"a": math.nan},
+        {"a": "\ud800"},
+        {"\ud800": 1},
+        {"n": "x" * (ext.LARGE - len(PLAIN) - 6)},
+        {"n": "x" * (ext.LARGE - len(PLAIN) - 7)},
+        {n: n for n in range(70_000)},
+        {str(n): float(n) for n in range(2000)},
+    ],
+    ids=lambda payload: str(payload)[:30].encode("ascii", "replace").decode(),
+)
+def test_the_same_bytes_at_the_edges(payload: Any) -> None:
+    """Subclasses, lone surrogates, and what is just too large."""
+    assert speed.encode_plain(payload) == plain.encode_plain(payload)
+
+
+Decode = Callable[..., list[Message]]
+
+
+def decoded(decode: Decode, areas: list[memoryview]) -> list[str]:
+    """What comes of some areas, as text: nan is not equal to itself, nor True to 1."""
+    times = tuple(map(float, range(len(areas))))
+    messages = decode(Message, "topic", "sender", "life", 7, times, areas)
+    assert {type(message) for message in messages} <= {Message}
+    return list(map(repr, messages))
+
+
+def area_of(payload: Any) -> bytes:
+    return PLAIN + plain._encode(payload)
+
+
+packable = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
+    | st.text(max_size=40) | st.binary(max_size=300),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.text(max_size=20) | st.integers(0, 9), inner, max_size=20),
+    max_leaves=12,
+)  # fmt: skip
+damaged = st.tuples(packable, st.binary(max_size=3), st.integers(0, 400)).map(
+    lambda parts: area_of(parts[0])[: parts[2]] + parts[1]
+)
+noise = st.binary(max_size=60).map(PLAIN.__add__) | st.binary(max_size=20)
+deep = st.integers(1, 300).map(lambda levels: PLAIN + b"\x91" * levels + b"\xc0")
+
+
+@needs_compiled
+@given(st.lists(packable.map(area_of) | damaged | noise | deep, max_size=5))
+@settings(max_examples=1000)
+def test_the_same_messages(areas: list[bytes]) -> None:
+    """Up to the first that is malformed or of another kind; perhaps not all at once."""
+    views = list(map(memoryview, areas))
+    expected = decoded(plain.decode_run, views)
+    found = decoded(speed.decode_run, views)
+    assert found == expected[: len(found)]
+    assert bool(found) == bool(expected)
+
+
+@needs_compiled
+@given(packable.map(area_of) | damaged | noise)
+@settings(max_examples=1000)
+def test_the_compiled_one_accepts_nothing_that_its_twin_refuses(area: bytes) -> None:
+    """Alone, for the twin takes what it leaves."""
+    from mq import _speed
+
+    args = (Message, "topic", "sender", "life", 0, (0.5,), [memoryview(area)])
+    if found := _speed.decode_run(*args):
+        assert repr(found) == repr(plain.decode_run(*args))
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xde\xff\xff" + b"\x01" * 100,
+        b"\xd9\x20" + b"x" * 31,
+        b"\xcf\x01",
+        b"\xa1\xff",
+        b"\x81\xc1\x01",
+    ],
+    ids=bytes.hex,
+)
+def test_sizes_beyond_the_message_allocate_nothing(content: bytes) -> None:
+    """They are left to the twin, which refuses them."""
+    before = resident_bytes()
+    areas = [memoryview(PLAIN + content)]
+    for _ in range(1000):
+        assert speed.decode_run(Message, "t", "s", "i", 0, (0.0,), areas) == []
+    assert resident_bytes() - before < 4 << 20
+
+
+@needs_compiled
+def test_nothing_is_kept_of_what_was_decoded() -> None:
+    """Neither of messages nor of malformed ones; only a few short keys."""
+    good = area_of({"step": 1, "note": "x" * 500, "list": [1.5, {"k": b"y" * 500}]})
+    kinds = [good, good[:-1], good + b"x", TABLED + good, area_of({"é": 1}), b""]
+    views = [[memoryview(kind)] for kind in kinds]
+
+    def work(count: int) -> None:
+        for n in range(count):
+            for areas in views:
+                speed.decode_run(Message, "t", "s", "i", 0, (0.0,), areas)
+            keys = [memoryview(area_of({f"key {n} {m}": m})) for m in range(4)]
+            speed.decode_run(Message, "t", "s", "i", 0, (0.0,) * 4, keys)
+            speed.encode_plain({"step": n, "note": "x" * 2000, "bad": "\ud800"})
+            speed.encode_plain({"step": n, "note": "é" * 2000})
+
+    work(500)
+    before = resident_bytes()
+    work(5000)
+    assert resident_bytes() - before < 4 << 20
+
+
+# -- the gate ----------
+
+
+steps = st.one_of(
+    st.tuples(st.just("open"), st.integers(0, 6), st.integers(0, 300)),
+    st.tuples(st.just("close")),
+    st.tuples(st.just("admit"), st.floats(0, 20), st.binary(max_size=130)),
+    st.tuples(st.just("publish"), payloads),
+    st.tuples(st.just("trim")),
+)
+
+
+@needs_compiled
+@given(st.lists(steps, max_size=30))
+@settings(max_examples=300)
+def test_both_gates_let_the_same_pass(history: list[tuple[Any, ...]]) -> None:
+    """Whatever came before."""
+    both = [(gates.Gate(), list[Any]()), (speed.Gate(), list[Any]())]
+    lock = threading.Lock()
+    for step, *args in history:
+        answers = []
+        for n, (gate, log) in enumerate(both):
+            if step == "open":
+                # "publish" asks the clock, "admit" is told the time
+                gate.open(log, args[0], args[1], time.time() + 1000.0, 100)
+            elif step == "close":
+                gate.close()
+            elif step == "admit":
+                answers.append(gate.admit(args[0], args[1]))
+            elif step == "publish":
+                answers.append(gate.publish(args[0], lock))
+            else:
+                both[n] = gate, []
+        assert len(set(answers)) < 2
+        first, second = (log for _, log in both)
+        assert [data for _, data in first] == [data for _, data in second]
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_a_gate_lets_nothing_pass_while_the_lock_is_taken(
+    kind: type[gates.Gate],
+) -> None:
+    """Its holder may be changing the log."""
+    gate, log, lock = kind(), list[Any](), threading.Lock()
+    gate.open(log, 10, 1000, time.time() + 1000.0, 100)
+    with lock:
+        assert not gate.publish({"a": 1}, lock)
+    assert gate.publish({"a": 1}, lock)
+    ((published_at, data),) = log
+    assert abs(published_at - time.time()) < 60
+    assert data == area_of({"a": 1})
+    assert not lock.locked()
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_a_gate_closes_by_itself(kind: type[gates.Gate]) -> None:
+    """After so many messages, so many bytes, and at its time; the last may be over."""
+    lock = threading.Lock()
+    later = time.time() + 1000.0
+    gate, log = kind(), list[Any]()
+    assert not gate.publish({}, lock)
+    assert not gate.admit(1.0, b"x")
+    gate.open(log, 2, 1000, later, 100)
+    assert [gate.publish({}, lock) for _ in range(3)] == [True, True, False]
+    gate.open(log, 100, 5, later, 100)
+    assert [gate.admit(1.0, b"xxx") for _ in range(3)] == [True, True, False]
+    gate.open(log, 100, 1000, later, 2)
+    assert [gate.admit(1.0, data) for data in (b"xx", b"xxx")] == [True, False]
+    gate.open(log, 100, 1000, 1.5, 100)
+    assert [gate.admit(at, b"x") for at in (1.25, 1.5)] == [True, False]
+    assert not gate.publish({}, lock)
+    gate.close()
+    assert not gate.admit(0.0, b"x")
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_a_closed_gate_keeps_nothing_alive(kind: type[gates.Gate]) -> None:
+    """A message in the log may lie in shared memory."""
+    gate = kind()
+    held = Text("x")
+    end = weakref.ref(held)
+    gate.open([held], 10, 1000, 1.0, 100)
+    del held
+    assert end() is not None
+    gate.close()
+    assert end() is None
+    gate.close()
+
+
+@needs_compiled
+def test_many_threads_publish_through_one_gate() -> None:
+    """Each message once, and in each thread's order, while another trims the log."""
+    gate, lock = speed.Gate(), threading.Lock()
+    later = time.time() + 1000.0
+    log: list[Any] = []
+    trimmed: list[Any] = []
+    done = threading.Event()
+
+    def publish(number: int) -> None:
+        for n in range(3000):
+            while not gate.publish({number: n}, lock):
+                with lock:
+                    gate.open(log, 10**9, 10**9, later, 100)
+
+    def trim() -> None:
+        nonlocal log
+        while not done.is_set():
+            with lock:
+                gate.close()
+                trimmed.extend(log)
+                log = []
+
+    threads = [threading.Thread(target=publish, args=(n,)) for n in range(4)]
+    trimmer = threading.Thread(target=trim)
+    for thread in (*threads, trimmer):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    trimmer.join()
+    seen = [plain.decode_plain(memoryview(data)) for _, data in trimmed + log]
+    for number in range(4):
+        assert [m[number] for m in seen if number in m] == list(range(3000))
+
+
+# -- copies ----------
+
+
+@pytest.mark.parametrize("start", [0, 1, 63])
+@pytest.mark.parametrize("nbytes", [0, 1, 4 << 19, (16 << 20) + 12345, (40 << 20) - 1])
+def test_a_copy_is_whole(nbytes: int, start: int) -> None:
+    """Of any size, at any place, and no byte more."""
+    source = np.random.default_rng(nbytes).integers(0, 256, nbytes + 64, np.uint8)
+    target = np.full(nbytes + 64, 7, np.uint8)
+    speed.copy(source.data[start : start + nbytes], target.data[start : start + nbytes])
+    assert np.array_equal(
+        source[start : start + nbytes], target[start : start + nbytes]
+    )
+    assert (target[:start] == 7).all()
+    assert (target[start + nbytes :] == 7).all()
+
+
+@pytest.mark.parametrize("sizes", [(10, 11), (11, 10)])
+def test_a_copy_to_another_size_is_refused(sizes: tuple[int, int]) -> None:
+    """And nothing is written."""
+    target = bytearray(sizes[1])
+    with pytest.raises(ValueError, match="11"):
+        speed.copy(memoryview(b"x" * sizes[0]), memoryview(target))
+    assert not any(target)
+
+
+@needs_compiled
+def test_a_copy_into_memory_that_is_read_only_is_refused() -> None:
+    """It belongs to a peer."""
+    with pytest.raises(BufferError):
+        speed.copy(memoryview(b"x"), memoryview(b"y"))
+
+
+def test_many_copy_at_once() -> None:
+    """Each thread gets its own, and none is left behind."""
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        source = np.full(8 << 20, number, np.uint8)
+        for _ in range(10):
+            target = np.zeros(8 << 20, np.uint8)
+            speed.copy(source.data, target.data)
+            if not np.array_equal(source, target):
+                wrong.append(number)
+
+    before = len(os.listdir("/proc/self/task"))
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    until = time.monotonic() + 60.0
+    while len(os.listdir("/proc/self/task")) > before:
+        assert time.monotonic() < until
+        os.sched_yield()
