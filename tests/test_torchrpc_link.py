@@ -31,7 +31,7 @@ from transports import _torchrpc_net as net
 from transports import _torchrpc_shared as shared
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import Greeting
-from transports.torchrpc import TorchRpcLink, _release
+from transports.torchrpc import TorchRpcLink
 
 # -- options and addresses ----------
 
@@ -192,7 +192,7 @@ class Pumped:
 def greeting(**changes: Any) -> dict[str, Any]:
     """A greeting that would be accepted, but for the changes."""
     good = Greeting(
-        torch=_release(torch.__version__),
+        torch=control.release(torch.__version__),
         agent="0" * 32,
         url="uv://127.0.0.1:1",
         worker="",
