@@ -10,8 +10,8 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from mq import alone, frames, packing, safe_types
 from mq import extensions as ext
+from mq import frames, packing, repeated, safe_types
 from mq.errors import CodecError
 from mq.frames import Frames, Spread
 from mq.plain import decode_plain, is_plain
@@ -87,11 +87,11 @@ class Codec:
         if header is not None:
             return Frames(header, (), len(header), _NOTHING)
         if not carried:
-            known = alone.encode(payload)
+            known = repeated.encode(payload)
             if known is not None:
                 return known
         encoded = self._pack(payload, topic, packing.LEAVES, carried)
-        alone.learn_header(payload, encoded)
+        repeated.learn_header(payload, encoded)
         return encoded
 
     def _pack(
@@ -167,7 +167,7 @@ class Codec:
             if is_plain(area) and not apart:
                 return decode_plain(area)
             if not apart and device is None:
-                known = alone.decode(area)
+                known = repeated.decode(area)
                 if known is not None:
                     return known
             skeleton, buffers, areas = frames.split(area, apart)
@@ -176,7 +176,7 @@ class Codec:
             unpacker = Unpacker(buffers, self._allow_pickle, device, read_only, areas)
             payload = unpacker.unpack(skeleton)
             if not apart:
-                alone.learn_maker(area, payload)
+                repeated.learn(area, payload)
             return payload
         except CodecError:
             raise

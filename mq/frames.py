@@ -155,12 +155,12 @@ def assemble(
 
 
 def header_bytes(area: memoryview, most: int) -> int:
-    """Size of the header of a tabled message with one buffer; 0: it is larger."""
+    """Size of the header of a tabled message that has buffers; 0: it is larger."""
     if area.nbytes < _TABLE.size:
         return 0
     prefix, skeleton_bytes, count = _TABLE.unpack_from(area)
-    end: int = _TABLE.size + 8 + skeleton_bytes
-    return end if prefix == TABLED and count == 1 and end <= most else 0
+    end: int = _TABLE.size + 8 * count + skeleton_bytes
+    return end if prefix == TABLED and count and end <= most else 0
 
 
 def split(

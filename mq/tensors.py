@@ -8,15 +8,15 @@ import numpy as np
 import torch
 
 from mq import extensions as ext
-from mq.alone import KINDS, Kind
 from mq.arrays import checked_size, raw_bytes, with_sound_bools
 from mq.errors import CodecError
 from mq.packing import Packer, Refusal, encode
+from mq.repeated import KINDS, Kind
 
 if TYPE_CHECKING:
-    from mq.alone import Make
     from mq.devices import Landing
     from mq.packing import Handler
+    from mq.repeated import Make
     from mq.unpacking import Unpacker
 
 # NumPy has no type for some dtypes: their bits travel through one of the same size.
@@ -204,7 +204,7 @@ HANDLERS: Final[dict[type, Handler]] = {
 }
 
 
-# -- alone in a message ----------
+# -- again ----------
 
 
 def _key(tensor: torch.Tensor) -> object:
@@ -225,7 +225,7 @@ def _key(tensor: torch.Tensor) -> object:
 
 
 def _buffer(tensor: torch.Tensor) -> memoryview:
-    return raw_bytes(tensor.numpy())
+    return tensor.numpy().data.cast("B")  # contiguous: half the time of raw_bytes
 
 
 def _maker(tensor: torch.Tensor) -> Make | None:

@@ -1,4 +1,4 @@
-"""Payloads that are one tensor, by the short way and by the long one."""
+"""Tensors, and dicts of them, by the short way and by the long one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from payload_checks import same
 
-from mq import alone
+from mq import repeated
 from mq.codec import Codec
 from mq.errors import CodecError
 
@@ -30,11 +30,11 @@ DTYPES = [
 
 @pytest.fixture(autouse=True)
 def _nothing_known() -> Iterator[None]:
-    alone._headers.clear()
-    alone._makers.clear()
+    repeated._headers.clear()
+    repeated._known.clear()
     yield
-    alone._headers.clear()
-    alone._makers.clear()
+    repeated._headers.clear()
+    repeated._known.clear()
 
 
 def area_of(payload: Any) -> memoryview:
@@ -59,15 +59,64 @@ def test_the_second_is_as_the_first(dtype: torch.dtype, shape: tuple[int, ...]) 
     assert CODEC.encode(second).pack() == long
 
 
+DICTS: list[dict[Any, Any]] = [
+    {"a": torch.ones(3)},
+    {"a": torch.ones(3), "b": torch.ones((), dtype=torch.int64)},
+    {"b": torch.ones((), dtype=torch.int64), "a": torch.ones(3)},
+    {"a": torch.ones(3), "b": torch.ones(4, 5, dtype=torch.float64)},
+    {"a": torch.ones(3), "c": torch.ones(4, 5, dtype=torch.float64)},
+    {str(n): torch.full((n + 1,), n) for n in range(repeated.MOST_TENSORS)},
+    {str(n): torch.full((n + 1,), n) for n in range(repeated.MOST_TENSORS + 1)},
+    {"a": torch.ones(3), "empty": torch.ones(0)},
+    {"a": torch.ones(3), "mask": torch.tensor([True, False])},
+    {"a": torch.ones(3), "low": torch.ones(3, dtype=torch.bfloat16)},
+    {"a": torch.ones(3), "b": torch.ones(4, 5).T},
+    {"a": torch.ones(3), "b": torch.ones(3, requires_grad=True)},
+    {"a": torch.ones(3), "b": 1},
+    {"a": torch.ones(3), "b": np.ones(3)},
+    {"a": torch.ones(3), "b": {"c": torch.ones(3)}},
+    {"a": torch.ones(3), 1: torch.ones(3)},
+    {"x" * 2000: torch.ones(3)},
+    {"é": torch.ones(3)},
+]
+
+
+@pytest.mark.parametrize("number", range(len(DICTS)))
+def test_a_dict_arrives_the_second_time_as_the_first(number: int) -> None:
+    """With its own names in their order, after all the others, too."""
+    for payload in (*DICTS, DICTS[number]):
+        CODEC.decode(area_of(payload))
+    payload = DICTS[number]
+    expected = {k: v.detach() if type(v) is torch.Tensor else v
+                for k, v in payload.items()}  # fmt: skip
+    for _ in range(2):
+        found = CODEC.decode(area_of(payload))
+        assert list(found) == list(expected)
+        assert same(found, expected)
+        found["a" if "a" in found else next(iter(found))] *= 5  # its own memory
+    both = torch.ones(3)
+    for _ in range(2):
+        twice = CODEC.decode(area_of({"a": both, "b": both}))
+        twice["a"][0] = 7
+        assert twice["b"][0] == 1
+
+
 def test_it_is_the_short_way() -> None:
     """Else nothing here would test it."""
     for _ in range(2):
+        CODEC.decode(area_of(DICTS[3]))
+    again = {name: torch.zeros_like(tensor) for name, tensor in DICTS[3].items()}
+    assert repeated.encode(again) is not None
+    assert repeated.decode(area_of(again)) is not None
+    assert repeated.encode(DICTS[4]) is None
+    assert repeated.decode(area_of(DICTS[4])) is None
+    for _ in range(2):
         CODEC.decode(area_of(torch.ones(7)))
-    assert alone.encode(torch.zeros(7)) is not None
-    assert alone.encode(torch.zeros(8)) is None
-    assert alone.decode(area_of(torch.zeros(7))) is not None
-    assert alone.decode(area_of(torch.zeros(8))) is None
-    assert alone.decode(area_of(np.zeros(7, np.float32))) is None
+    assert repeated.encode(torch.zeros(7)) is not None
+    assert repeated.encode(torch.zeros(8)) is None
+    assert repeated.decode(area_of(torch.zeros(7))) is not None
+    assert repeated.decode(area_of(torch.zeros(8))) is None
+    assert repeated.decode(area_of(np.zeros(7, np.float32))) is None
 
 
 @pytest.mark.parametrize(
@@ -136,9 +185,10 @@ def test_memory_that_is_read_only_is_copied() -> None:
 
 def test_what_is_known_is_bounded() -> None:
     """A peer that sends ever other shapes costs no memory."""
-    for n in range(1, 3 * alone.MOST_HEADERS):
+    for n in range(1, 3 * repeated.MOST_HEADERS):
         CODEC.decode(area_of(torch.zeros(n, dtype=torch.uint8)))
-    assert len(alone._headers) <= alone.MOST_HEADERS
-    assert len(alone._makers) <= alone.MOST_HEADERS
-    CODEC.decode(area_of(torch.zeros((1,) * 60)))
-    assert max(map(len, alone._makers)) <= alone.LONGEST_HEADER
+    assert len(repeated._headers) <= repeated.MOST_HEADERS
+    assert len(repeated._known) <= repeated.MOST_HEADERS
+    CODEC.decode(area_of({"x" * 2000: torch.zeros(1)}))
+    assert max(map(len, repeated._known)) <= repeated.LONGEST_HEADER
+    assert max(len(h) for h, _ in repeated._headers.values()) <= repeated.LONGEST_HEADER
