@@ -15,7 +15,7 @@ from bench.rows import percentiles
 from bench.wire import MqWire, Wire
 
 _LARGE = 1_000_000  # bytes from which few messages are enough to warm up
-_HUGE = 100_000_000  # bytes from which the one that is checked is, and three to measure
+_HUGE = 100_000_000  # bytes from which one is, after the one that is checked
 _MOST = 1_000_000
 
 
@@ -53,7 +53,7 @@ def latency(peer: Peer) -> Metrics | None:
         return copy_memory(peer)
     nbytes = peer.cell.nbytes
     payload = payloads.tensor(nbytes) if peer.rank == 0 else None
-    warm = 0 if nbytes >= _HUGE else 3 if nbytes >= _LARGE else 50
+    warm = 1 if nbytes >= _HUGE else 3 if nbytes >= _LARGE else 50
     with open_wire(peer) as wire:
         if peer.rank:
             payloads.check(wire.recv(), "tensor", nbytes)
@@ -63,8 +63,8 @@ def latency(peer: Peer) -> Metrics | None:
             with peer.timed():
                 _answer(wire, 2 * count)
             return None
-        trips = _round_trips(wire, payload, peer.spokes, 1)
-        trips = _alternate(wire, payload, peer.spokes, warm)[1] or trips
+        _round_trips(wire, payload, peer.spokes, 1)
+        trips = _alternate(wire, payload, peer.spokes, warm)[1]
         first = percentiles(trips)["p50"]
         least = 3 if nbytes >= _HUGE else 5
         count = min(10_000, max(least, int(peer.cell.budget * 1000 / first)))
