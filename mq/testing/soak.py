@@ -27,7 +27,6 @@ from mq import registry
 from mq.testing import worker
 from mq.testing.harness import Group
 from mq.testing.member import Future, Member
-from mq.testing.waiting import wait_until
 
 ROUND_SECONDS: Final = 10.0
 LIFE_SECONDS: Final = (1.0, 4.0)
@@ -114,10 +113,14 @@ def receive(queue: mq.MQ, seed: int) -> Report:
     held: deque[Any] = deque()
     report = Report()
     heard = time.monotonic()
-    while not (_stop.is_set() and _is_complete()):
+    while True:
+        # What publishers sent that were then killed may come after all else.
+        complete = _stop.is_set() and _is_complete()
         try:
-            message = queue.recv(timeout=0.5)
+            message = queue.recv(timeout=0 if complete else 0.5)
         except mq.RecvTimeout:
+            if complete:
+                break
             if _stop.is_set() and time.monotonic() - heard > PATIENCE:
                 report.problems.append(f"waits for {_targets}, has {_seen}")
                 break
@@ -178,13 +181,16 @@ def measure(queue: mq.MQ) -> tuple[int, int, int]:
     return worker.resident_bytes(), descriptors, len(threads)
 
 
-def has_idle_memory(queue: mq.MQ) -> bool:
-    """Whether there is memory for messages although there are none."""
+def idle_memory(queue: mq.MQ) -> str:
+    """What memory there is for messages although there are none; "" for none."""
     counters = queue.stats()
     own = sum(lender["mapped_bytes"] for lender in counters["shared"])
     with open("/proc/self/maps") as file:
-        borrowed = any("/memfd:mq" in line for line in file)
-    return bool(counters["pool"].idle_bytes + own + borrowed)
+        mapped = sum("/memfd:mq" in line for line in file)
+    pooled = counters["pool"].idle_bytes
+    if not (pooled or own or mapped):
+        return ""
+    return f"{pooled} bytes in its pool, {own} lent, {mapped} mappings; {counters}"
 
 
 # -- the script ----------
@@ -326,11 +332,11 @@ class Soak:
     def _wait_for_idle_memory(self) -> None:
         """What publishers give back, their subscribers unmap."""
         for name, member in self._members.items():
-            wait_until(
-                lambda member=member: not member.run(has_idle_memory),  # type: ignore[misc]
-                f"{name} to give back memory",
-                PATIENCE,
-            )
+            until = time.monotonic() + PATIENCE
+            while found := member.run(idle_memory):
+                if time.monotonic() > until:
+                    raise AssertionError(f"{name} keeps memory: {found}")
+                threading.Event().wait(0.05)  # other processes are to go on
 
     def _compare(self, before: Measured, middle: Measured, after: Measured) -> None:
         for name in STEADY:
