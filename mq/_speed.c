@@ -696,7 +696,9 @@ copy_together(char *target, const char *source, size_t nbytes, int count)
     atomic_init(&job->users, 1);
     pthread_attr_t attributes;
     sigset_t all, before;
-    sigfillset(&all); /* signals are for the threads that the application knows */
+    sigfillset(&all); /* signals are for the threads that the application knows, */
+    sigdelset(&all, SIGSEGV); /* but for those of a thread itself */
+    sigdelset(&all, SIGBUS);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     if (pthread_attr_init(&attributes) == 0) {
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);

@@ -135,6 +135,9 @@ class Codec:
             tuple(packer.areas.values()),
         )
 
+    def _encode_plainly(self, payload: Any) -> Frames:
+        return self._pack(payload, "", packing.LEAVES, _NOTHING)
+
     def decode(
         self,
         area: memoryview | Spread,
@@ -176,7 +179,7 @@ class Codec:
             unpacker = Unpacker(buffers, self._allow_pickle, device, read_only, areas)
             payload = unpacker.unpack(skeleton)
             if not apart:
-                repeated.learn(area, payload)
+                repeated.learn(area, payload, self._encode_plainly)
             return payload
         except CodecError:
             raise

@@ -64,6 +64,8 @@ class _Known(NamedTuple):
 
 _headers: _Memory[Any, tuple[bytes, int]] = _Memory()
 _known: _Memory[bytes, _Known] = _Memory()
+_strange: _Memory[bytes, None] = _Memory()
+"""Headers of messages that were decoded to tensors, but not of them alone."""
 
 
 def _tensors(payload: Any) -> Sequence[Any] | None:
@@ -127,13 +129,25 @@ def decode(area: memoryview) -> Any:
     return made[0] if known.names is None else dict(zip(known.names, made, strict=True))
 
 
-def learn(area: memoryview, payload: Any) -> None:
-    """Remember what a message, which was found sound, was decoded to."""
+def learn(
+    area: memoryview, payload: Any, encode_again: Callable[[Any], frames.Frames]
+) -> None:
+    """Remember what a message, which was found sound, was decoded to.
+
+    Only if it is what we would send of that payload. Otherwise there is more to it: a
+    registered type, a pickle, or a peer that writes to the message meanwhile.
+    """
     tensors = _tensors(payload)
     end = 0 if tensors is None else frames.header_bytes(area, LONGEST_HEADER)
-    if tensors is None or not end:
+    if tensors is None or not end or _key(payload, tensors) is None:
         return
     header = bytes(area[:end])
+    if header in _strange:
+        return
+    again = encode_again(payload)
+    if again.header != header or again.nbytes != len(area):
+        _strange[header] = None
+        return
     parts = []
     for tensor in tensors:
         make = KINDS[type(tensor)].maker(tensor)

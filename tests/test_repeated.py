@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import torch
 from payload_checks import same
 
 from mq import repeated
-from mq.codec import Codec
+from mq.codec import Codec, add_safe_types
 from mq.errors import CodecError
 
 CODEC = Codec()
+_numbers = count()
 DTYPES = [
     torch.float32,
     torch.float64,
@@ -32,9 +34,11 @@ DTYPES = [
 def _nothing_known() -> Iterator[None]:
     repeated._headers.clear()
     repeated._known.clear()
+    repeated._strange.clear()
     yield
     repeated._headers.clear()
     repeated._known.clear()
+    repeated._strange.clear()
 
 
 def area_of(payload: Any) -> memoryview:
@@ -192,3 +196,45 @@ def test_what_is_known_is_bounded() -> None:
     CODEC.decode(area_of({"x" * 2000: torch.zeros(1)}))
     assert max(map(len, repeated._known)) <= repeated.LONGEST_HEADER
     assert max(len(h) for h, _ in repeated._headers.values()) <= repeated.LONGEST_HEADER
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    "decode",
+    [
+        lambda state: -state,
+        lambda state: state.T,
+        lambda state: state.requires_grad_(),
+        lambda state: state.to_sparse(),
+        lambda state: torch.quantize_per_tensor(state, 0.1, 0, torch.qint8),
+        lambda state: {"w": -state},
+    ],
+    ids="negative transposed grad sparse quantised dict".split(),
+)
+@pytest.mark.parametrize("wrap", [lambda box: box, lambda box: {"w": box}])
+def test_a_registered_type_that_decodes_to_tensors_is_decoded_each_time(
+    decode: Callable[[torch.Tensor], Any], wrap: Callable[[Any], Any]
+) -> None:
+    """What it travels as is not what it is."""
+
+    class Boxed:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    name = f"test:{next(_numbers)}"
+    add_safe_types(Boxed, name=name, encode=lambda box: box.tensor, decode=decode)
+    state = torch.arange(6.0).reshape(2, 3)
+    boxed = wrap(Boxed(state))
+    shown = [repr(CODEC.decode(area_of(boxed))) for _ in range(3)]
+    assert shown == [repr(wrap(decode(state.clone())))] * 3
+
+
+def test_a_header_that_changes_meanwhile_is_not_remembered() -> None:
+    """The memory of a message that is read in place is its publisher's."""
+    area, other = area_of({"x": torch.ones(4)}), area_of({"y": torch.ones(4)})
+    payload = CODEC.decode(area)
+    repeated._known.clear()
+    repeated.learn(other, payload, CODEC._encode_plainly)
+    assert not repeated._known
+    repeated.learn(area, payload, CODEC._encode_plainly)
+    assert repeated._known

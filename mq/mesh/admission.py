@@ -58,8 +58,7 @@ def claim(mesh: Mesh, greeting: Greeting) -> Refusal | None:
     by = f"replaced by another {greeting.name!r}, pid {process.pid} on {process.host}"
     if greeting.name == config.name:
         if greeting.generation > config.generation:
-            mesh.replaced = by
-            mesh.changed += 1
+            mesh.replace(by)
             return Refusal(hs.LEAVING, "replaced by this very member")
         return _taken(config.greeting(), greeting)
     holder = mesh.by_name(greeting.name)

@@ -196,6 +196,7 @@ class Driver(Publishing):
         with self.lock:
             self._changes.notify_all()
             try:
+                self._publisher.close_gates()
                 marks = self._publisher.marks()
                 try:
                     while True:

@@ -325,7 +325,7 @@ class Greetings(Dialling):
         if proven and (
             code == hs.REPLACED or (code == hs.NAME_TAKEN and dial.returning)
         ):
-            mesh.replaced = mesh.replaced or refusal.text[:500]
+            mesh.replace(refusal.text[:500])
             self._refuse_dial(conn, dial, code, reason)
         elif not dial.returning and (code == hs.SECRET or (code in FATAL and proven)):
             self._refuse_dial(conn, dial, code, reason)

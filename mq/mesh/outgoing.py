@@ -150,6 +150,7 @@ class Topic:
         self, published_at: float, data: bytes | Large, retain: bool
     ) -> Outgoing:
         """Number the message and put it into the log, in one step."""
+        self.gate.close()  # what it knows of credit would not be true any more
         base, _, log = self.view
         message = Outgoing(published_at, data, base + len(log))
         if retain:
