@@ -78,22 +78,31 @@ def too_large_message_is_refused_before_anything_is_sent(group: Group) -> None:
 def _check_samples(queue: mq.MQ) -> list[str]:
     wrong = []
     for name, sample in samples.all_samples().items():
-        got = queue.recv(timeout=STEP).payload
-        if list(got) != [name] or not samples.same(got[name], sample):
-            wrong.append(f"{name}: sent {sample!r}, got {got!r}")
+        for time in ("first", "second"):
+            got = queue.recv(timeout=STEP).payload
+            if list(got) != [name] or not samples.same(got[name], sample):
+                wrong.append(f"{name}, {time} time: sent {sample!r}, got {got!r}")
+        for time in ("first", "second"):
+            got = queue.recv(timeout=STEP).payload
+            if not samples.same(got, sample):
+                wrong.append(f"{name} alone, {time} time: {sample!r}, got {got!r}")
     return wrong
 
 
 def _publish_samples(queue: mq.MQ) -> int:
     everything = samples.all_samples()
     for name, sample in everything.items():
-        queue.publish("t", {name: sample}, timeout=STEP)
+        for payload in ({name: sample}, {name: sample}, sample, sample):
+            queue.publish("t", payload, timeout=STEP)
     return len(everything)
 
 
 @case("Payloads")
 def every_kind_of_payload_arrives_unchanged(group: Group) -> None:
-    """Python values, NumPy arrays and scalars, tensors of every dtype and shape."""
+    """Python values, NumPy arrays and scalars, tensors of every dtype and shape.
+
+    Each in a dict and alone, and twice: what repeats may be treated otherwise.
+    """
     a, b = group.members("a", "b")
     b.subscribe("t")
     checking = b.begin(_check_samples)
