@@ -8,7 +8,7 @@ hundred thousand. The compiled twins of `encode_plain` and `decode_run` are in
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -123,6 +123,13 @@ def decode_several(areas: Sequence[memoryview]) -> list[Any]:
     except (CodecError, RecursionError, ValueError):
         pass
     return decoded
+
+
+DecodeRun = Callable[
+    [type[Message], str, str, str, int, tuple[float, ...], list[memoryview]],
+    list[Message],
+]
+"""As `decode_run`."""
 
 
 def decode_run(

@@ -32,24 +32,16 @@ def _copy(source: memoryview, target: memoryview) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _decode_run(
-    kind: type[Message],
-    topic: str,
-    sender: str,
-    incarnation: str,
-    first: int,
-    times: tuple[float, ...],
-    areas: list[memoryview],
-) -> list[Message]:
-    run = (kind, topic, sender, incarnation, first, times, areas)
-    return _speed.decode_run(*run) or plain.decode_run(*run)  # which takes what is rare
+def _decode_run(*run: Any) -> list[Message]:
+    found: list[Message] = _speed.decode_run(*run)
+    return found or plain.decode_run(*run)  # which takes what is rare
 
 
 Gate: Final[type[gate.Gate]] = _speed.Gate if COMPILED else gate.Gate
 encode_plain: Final[Callable[[Any], bytes | None]] = (
     _speed.encode_plain if COMPILED else plain.encode_plain
 )
-decode_run: Final = _decode_run if COMPILED else plain.decode_run
+decode_run: Final[plain.DecodeRun] = _decode_run if COMPILED else plain.decode_run
 copy: Final[Callable[[memoryview, memoryview], None]] = (
     _speed.copy if COMPILED else _copy
 )
