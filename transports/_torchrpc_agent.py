@@ -20,14 +20,17 @@ import datetime
 import importlib
 import itertools
 import logging
+import os
 import pickle
 import secrets
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
+from mq import addresses
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
 from transports._torchrpc_aliases import Aliases, Pairs
@@ -107,6 +110,22 @@ class Options:
                     f"{what}={given} lack {always!r}, which every peer has: without "
                     "anything in common TensorPipe aborts both processes"
                 )
+
+    def listening_on(self, hosts: Sequence[str]) -> Options:
+        """The same for an agent that whoever reaches these hosts can reach."""
+        host = next((h for h in hosts if not addresses.is_loopback(h)), "127.0.0.1")
+        return replace(
+            self, host=addresses.numeric_host(addresses.reachable_host(host))
+        )
+
+    def make_fork_safe(self) -> None:
+        """Tell the driver of InfiniBand, before its first use, that there may be forks.
+
+        Else one corrupts its memory.
+        """
+        if "ibv" in self.transports:
+            os.environ.setdefault("IBV_FORK_SAFE", "1")
+            os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 
 
 def channels_here(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -199,6 +218,7 @@ class Agent:
             self.descriptors = Descriptors(pipe_size(TRANSPORTS, CHANNELS))
             return
         options, name = self.options, f"mq-{self.id}"
+        options.make_fork_safe()
         check_start(options.transports, options.channels)
         self._store = dist.HashStore()
         self._store.set_timeout(datetime.timedelta(seconds=5))

@@ -12,7 +12,6 @@ connects to its port: it is for hosts on which everyone is trusted.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 import time
@@ -128,7 +127,7 @@ class TorchRpcLink(Link):
                     "reaches TensorPipe's port can run code in this process, with or "
                     "without the secret: pass insecure=True if that is meant"
                 )
-        self._prepare(hosts)
+        self._options = self._options.listening_on(hosts)
         self._poller = poller
         self._sockets = Sockets(self, self._greeting_timeout)
         try:
@@ -144,17 +143,6 @@ class TorchRpcLink(Link):
         except BaseException:
             self.close()
             raise
-
-    def _prepare(self, hosts: Sequence[str]) -> None:
-        host = next((h for h in hosts if not addresses.is_loopback(h)), "127.0.0.1")
-        host = addresses.numeric_host(addresses.reachable_host(host))
-        self._options = rpc_agent.Options(
-            **{**vars(self._options), "host": host},
-        )
-        if "ibv" in self._options.transports:
-            # Read by the driver at its first use; else a fork corrupts its memory.
-            os.environ.setdefault("IBV_FORK_SAFE", "1")
-            os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 
     def _revive(self) -> None:
         """Have an agent that lives, where the application has shut ours down.
