@@ -15,6 +15,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -514,11 +515,11 @@ gate_open(Gate *gate, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!LLdL", &PyList_Type, &log, &messages, &nbytes, &until,
                           &largest))
         return NULL;
-    Py_XSETREF(gate->log, Py_NewRef(log));
     gate->messages = messages;
     gate->nbytes = nbytes;
     gate->until = until;
     gate->largest = largest;
+    Py_XSETREF(gate->log, Py_NewRef(log)); /* last: it may run a finalizer */
     Py_RETURN_NONE;
 }
 
@@ -637,7 +638,7 @@ typedef struct {
     size_t nbytes;
     atomic_size_t next; /* first byte that nobody has taken */
     atomic_size_t left; /* bytes that are not there yet */
-    atomic_int users;   /* who comes last frees it */
+    atomic_int users;   /* who comes last frees it, maybe after Python has ended */
 } Job;
 
 static void
@@ -655,7 +656,7 @@ static void
 leave(Job *job)
 {
     if (atomic_fetch_sub(&job->users, 1) == 1)
-        PyMem_RawFree(job);
+        free(job);
 }
 
 static void *
@@ -683,7 +684,7 @@ helpers(size_t nbytes)
 static void
 copy_together(char *target, const char *source, size_t nbytes, int count)
 {
-    Job *job = count > 0 ? PyMem_RawMalloc(sizeof *job) : NULL;
+    Job *job = count > 0 ? malloc(sizeof *job) : NULL;
     if (job == NULL) {
         memcpy(target, source, nbytes);
         return;
