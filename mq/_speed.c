@@ -20,6 +20,10 @@
 #include <time.h>
 #include <unistd.h>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 static const char PREFIX[4] = {'M', 'Q', 1, 0}; /* mq.frames.PLAIN */
 #define LARGE (64 * 1024)                       /* mq.extensions.LARGE */
 #define MOST_LEVELS 16                          /* deeper ones are left to the twin */
@@ -638,8 +642,39 @@ typedef struct {
     size_t nbytes;
     atomic_size_t next; /* first byte that nobody has taken */
     atomic_size_t left; /* bytes that are not there yet */
+    int streams;        /* whether the target is not to go through the cache */
     atomic_int users;   /* who comes last frees it, maybe after Python has ended */
 } Job;
+
+/* memcpy past the cache: what is copied would not be in it any more when somebody reads
+   it, and without that each line of the target need not be read first. */
+static void
+stream(char *target, const char *source, size_t nbytes)
+{
+#ifdef __SSE2__
+    size_t skew = -(uintptr_t)target & 63;
+    if (skew <= nbytes) {
+        memcpy(target, source, skew);
+        target += skew;
+        source += skew;
+        nbytes -= skew;
+        for (; nbytes >= 64; nbytes -= 64) {
+            __m128i a = _mm_loadu_si128((const __m128i *)source);
+            __m128i b = _mm_loadu_si128((const __m128i *)source + 1);
+            __m128i c = _mm_loadu_si128((const __m128i *)source + 2);
+            __m128i d = _mm_loadu_si128((const __m128i *)source + 3);
+            _mm_stream_si128((__m128i *)target, a);
+            _mm_stream_si128((__m128i *)target + 1, b);
+            _mm_stream_si128((__m128i *)target + 2, c);
+            _mm_stream_si128((__m128i *)target + 3, d);
+            target += 64;
+            source += 64;
+        }
+        _mm_sfence(); /* before anybody is told that it is there */
+    }
+#endif
+    memcpy(target, source, nbytes);
+}
 
 static void
 copy_slices(Job *job)
@@ -647,7 +682,10 @@ copy_slices(Job *job)
     size_t start;
     while ((start = atomic_fetch_add(&job->next, SLICE)) < job->nbytes) {
         size_t size = job->nbytes - start < SLICE ? job->nbytes - start : SLICE;
-        memcpy(job->target + start, job->source + start, size);
+        if (job->streams)
+            stream(job->target + start, job->source + start, size);
+        else
+            memcpy(job->target + start, job->source + start, size);
         atomic_fetch_sub(&job->left, size);
     }
 }
@@ -682,16 +720,20 @@ helpers(size_t nbytes)
 /* Threads that live for one copy: nothing stays behind, and nothing is there to be lost
    by a fork. One that comes late finds nothing to do, and nobody waits for it. */
 static void
-copy_together(char *target, const char *source, size_t nbytes, int count)
+copy_together(char *target, const char *source, size_t nbytes, int count, int streams)
 {
     Job *job = count > 0 ? malloc(sizeof *job) : NULL;
     if (job == NULL) {
-        memcpy(target, source, nbytes);
+        if (streams)
+            stream(target, source, nbytes);
+        else
+            memcpy(target, source, nbytes);
         return;
     }
     job->target = target;
     job->source = source;
     job->nbytes = nbytes;
+    job->streams = streams;
     atomic_init(&job->next, 0);
     atomic_init(&job->left, nbytes);
     atomic_init(&job->users, 1);
@@ -725,10 +767,13 @@ static PyObject *
 copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Py_buffer source, target;
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "copy(source, target)");
+    if (nargs != 3) {
+        PyErr_SetString(PyExc_TypeError, "copy(source, target, past_cache)");
         return NULL;
     }
+    int streams = PyObject_IsTrue(args[2]);
+    if (streams < 0)
+        return NULL;
     if (PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE) < 0)
         return NULL;
     if (PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE) < 0) {
@@ -738,7 +783,7 @@ copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     int fits = source.len == target.len;
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
-        copy_together(target.buf, source.buf, source.len, helpers(source.len));
+        copy_together(target.buf, source.buf, source.len, helpers(source.len), streams);
         Py_END_ALLOW_THREADS
     } else {
         PyErr_Format(PyExc_ValueError, "%zd bytes do not fit into %zd", source.len,

@@ -6,12 +6,15 @@ at any moment, even inside `Pool.take`, so all that they do is to append to a de
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import mmap
 import os
 import threading
 import time
 import weakref
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -29,16 +32,35 @@ _STEPS = 8  # size classes in each power of two: rounding up wastes 12.5 % at mo
 _ADVICE: Final = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
-def copy(source: memoryview, target: memoryview) -> None:
+def copy(source: memoryview, target: memoryview, whole: int = 0) -> None:
     """Copy bytes; other threads run meanwhile where there are many.
 
     Args:
         source, target: Contiguous, of the same number of bytes, format 'B'.
+        whole: How many bytes are copied in all, where these are a part.
     """
-    if len(source) < REGION_BYTES:
+    nbytes = len(source)
+    if nbytes < REGION_BYTES:
         target[:] = source
     else:
-        speed.copy(source, target)
+        # Neither is in the cache any more when all of it has been copied.
+        past_cache = 2 * max(nbytes, whole) > cache_bytes()
+        speed.copy(source, target, past_cache)
+
+
+@functools.cache
+def cache_bytes() -> int:
+    """Size of the largest cache of a processor core, as Linux tells it; else 32 MiB.
+
+    What sysconf tells may be the sum of all such caches of the machine.
+    """
+    sizes = [32 << 20]
+    with contextlib.suppress(OSError, ValueError):
+        files = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+        sizes = [
+            int(file.read_text().removesuffix("K\n")) << 10 for file in files
+        ] or sizes
+    return max(sizes)
 
 
 class PoolStats(NamedTuple):

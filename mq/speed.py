@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 COMPILED: Final = _speed is not None
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
+def _copy(source: memoryview, target: memoryview, past_cache: bool) -> None:
     import numpy as np  # small messages do without it
 
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
@@ -42,10 +42,11 @@ encode_plain: Final[Callable[[Any], bytes | None]] = (
     _speed.encode_plain if COMPILED else plain.encode_plain
 )
 decode_run: Final[plain.DecodeRun] = _decode_run if COMPILED else plain.decode_run
-copy: Final[Callable[[memoryview, memoryview], None]] = (
+copy: Final[Callable[[memoryview, memoryview, bool], None]] = (
     _speed.copy if COMPILED else _copy
 )
 """Copies all bytes of the first to the second, contiguous, format 'B', of one size.
 
-Other threads run meanwhile; compiled, several of its own copy.
+Other threads run meanwhile; compiled, several of its own copy, and past the cache if
+the third says so: that is quicker for what does not stay there anyway.
 """

@@ -16,8 +16,8 @@ from fresh_python import output_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mq import buffers, plain, speed
 from mq import extensions as ext
-from mq import plain, speed
 from mq.frames import PLAIN, TABLED
 from mq.mesh import gate as gates
 from mq.message import Message
@@ -342,16 +342,16 @@ def test_many_threads_publish_through_one_gate() -> None:
 # -- copies ----------
 
 
+@pytest.mark.parametrize("past_cache", [False, True])
 @pytest.mark.parametrize("start", [0, 1, 63])
 @pytest.mark.parametrize("nbytes", [0, 1, 4 << 19, (16 << 20) + 12345, (40 << 20) - 1])
-def test_a_copy_is_whole(nbytes: int, start: int) -> None:
+def test_a_copy_is_whole(nbytes: int, start: int, past_cache: bool) -> None:
     """Of any size, at any place, and no byte more."""
     source = np.random.default_rng(nbytes).integers(0, 256, nbytes + 64, np.uint8)
     target = np.full(nbytes + 64, 7, np.uint8)
-    speed.copy(source.data[start : start + nbytes], target.data[start : start + nbytes])
-    assert np.array_equal(
-        source[start : start + nbytes], target[start : start + nbytes]
-    )
+    place = slice(start, start + nbytes)
+    speed.copy(source.data[place], target.data[place], past_cache)
+    assert np.array_equal(source[place], target[place])
     assert (target[:start] == 7).all()
     assert (target[start + nbytes :] == 7).all()
 
@@ -361,7 +361,7 @@ def test_a_copy_to_another_size_is_refused(sizes: tuple[int, int]) -> None:
     """And nothing is written."""
     target = bytearray(sizes[1])
     with pytest.raises(ValueError, match="11"):
-        speed.copy(memoryview(b"x" * sizes[0]), memoryview(target))
+        speed.copy(memoryview(b"x" * sizes[0]), memoryview(target), False)
     assert not any(target)
 
 
@@ -369,7 +369,23 @@ def test_a_copy_to_another_size_is_refused(sizes: tuple[int, int]) -> None:
 def test_a_copy_into_memory_that_is_read_only_is_refused() -> None:
     """It belongs to a peer."""
     with pytest.raises(BufferError):
-        speed.copy(memoryview(b"x"), memoryview(b"y"))
+        speed.copy(memoryview(b"x"), memoryview(b"y"), False)
+
+
+def test_what_the_cache_cannot_hold_is_copied_past_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in parts; the cache is as large as Linux tells, and not as all together."""
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(
+        speed, "copy", lambda source, target, past: asked.append((len(source), past))
+    )
+    half = buffers.cache_bytes() // 2
+    assert 1 << 18 <= half <= 1 << 30
+    memory = memoryview(bytearray(half + 1))
+    for nbytes, whole in ((half, 0), (half + 1, 0), (half // 4, 2 * half)):
+        buffers.copy(memory[:nbytes], memory[:nbytes], whole)
+    assert asked == [(half, False), (half + 1, True), (half // 4, True)]
 
 
 def test_many_copy_at_once() -> None:
@@ -380,7 +396,7 @@ def test_many_copy_at_once() -> None:
         source = np.full(8 << 20, number, np.uint8)
         for _ in range(10):
             target = np.zeros(8 << 20, np.uint8)
-            speed.copy(source.data, target.data)
+            speed.copy(source.data, target.data, number % 2 == 0)
             if not np.array_equal(source, target):
                 wrong.append(number)
 

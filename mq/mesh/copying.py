@@ -45,7 +45,7 @@ class Copying:
             return True
         start = self._done
         stop = min(start + PIECE_BYTES, len(self._own))
-        copy(self._shared[start:stop], self._own[start:stop])
+        copy(self._shared[start:stop], self._own[start:stop], len(self._own))
         self._done = stop
         if stop < len(self._own):
             return False
