@@ -84,7 +84,8 @@ class Publishing(Waiting):
                 return False
             if block is not None:
                 for start, piece in frames.segments():
-                    copy(piece, block.area[start : start + len(piece)])
+                    stop = start + len(piece)
+                    copy(piece, block.area[start:stop], frames.nbytes)
         if frames.areas:
             self._publisher.fill_pieces(frames)
         self._wanted |= self.lock.locked()
