@@ -69,6 +69,7 @@ class Interrupter:
     @contextmanager
     def armed(self) -> Iterator[None]:
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = self.opcodes  # 3.12 looks for one first
         sys.settrace(self._call)
         try:
             yield

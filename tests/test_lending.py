@@ -230,6 +230,7 @@ def interrupt_at(number: int, file: str) -> Iterator[list[int]]:
         return opcode
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one first
     sys.settrace(call)
     try:
         yield count
