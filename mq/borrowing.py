@@ -65,7 +65,8 @@ class Mapping:
         _check_part(offset, nbytes, self.nbytes)
         lease = np.ndarray.__new__(_Borrowed, (nbytes,), np.uint8, self._map, offset)
         lease.place = (self, offset)
-        return memoryview(lease)
+        area: memoryview = lease.data
+        return area
 
     def forget_writes(self, offset: int, nbytes: int) -> None:
         """Make this process see the peer's memory again where it wrote to a view."""
@@ -303,7 +304,7 @@ os.register_at_fork(
 
 def is_borrowed(area: memoryview) -> bool:
     """Whether it is a peer's memory, and not this process's own."""
-    return type(area.obj) is _Borrowed
+    return isinstance(area.obj, _Borrowed)
 
 
 def arm(area: memoryview, returns: Returns, key: Key) -> None:
@@ -327,10 +328,10 @@ def settle(area: memoryview, pool: Pool, zero_copy: bool) -> tuple[memoryview, b
     """
     nbytes = len(area)
     lease = area.obj
-    if type(lease) is _Borrowed and zero_copy:
+    if isinstance(lease, _Borrowed) and zero_copy:
         lease.ending.shown = True
         return area, True
-    if type(lease) is _Borrowed or (area.readonly and nbytes > 3 and area[3]):
+    if isinstance(lease, _Borrowed) or (area.readonly and nbytes > 3 and area[3]):
         # It has buffers and lies in a batch, or it belongs to the publisher.
         own = pool.take(nbytes)
         copy(area, own)

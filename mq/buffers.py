@@ -148,7 +148,8 @@ class Pool:
         lease = np.ndarray.__new__(_Lease, (nbytes,), np.uint8, region)
         lease._returned = self._returned
         lease._region = region
-        return memoryview(lease)
+        area: memoryview = lease.data
+        return area
 
     def trim(self, older_than_seconds: float = 0.0) -> None:
         """Give idle memory back to the system, where it is idle for so long."""

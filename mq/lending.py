@@ -211,7 +211,7 @@ class Lender:
             out.place = place
             self._out[place] = out
             self._idle[segment.block_bytes].pop()
-            return Block(segment, offset, memoryview(lease))
+            return Block(segment, offset, lease.data)
 
     def retire(self, segment: Segment) -> None:
         """Never use its memory again: a peer may read it who can no longer be asked."""

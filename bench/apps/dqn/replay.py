@@ -133,7 +133,7 @@ class Replay:
         """Draw transitions, some perhaps twice."""
         if self._tree is None:
             places = self._random.integers(self._size, size=count)
-            weights = np.ones(count)
+            weights: npt.NDArray[Any] = np.ones(count)
         else:
             places, shares = self._tree.draw(self._random.random(count))
             weights = (self._size * shares) ** -self._correction
