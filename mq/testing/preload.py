@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import importlib
 
+import torch
+
 from mq import registry
 
-for _name in ("torch", "numpy", "mq.join", "mq.codec", "mq.loans", "mq.testing"):
+# On a busy machine torch's own threads spin for seconds over a small tensor.
+torch.set_num_threads(1)
+for _name in ("numpy", "mq.join", "mq.codec", "mq.loans", "mq.testing"):
     importlib.import_module(_name)
 for _name in registry.names():
     if registry.check(_name) is None:
