@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pytest_args", nargs="*", help="for every part")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what was begun
     with tempfile.TemporaryDirectory(prefix="mq-parts-") as directory:
         outputs = {name: Path(directory, f"{n}.log") for n, name in enumerate(PARTS)}
         return _run(outputs, args.pytest_args)

@@ -6,6 +6,7 @@ Exits with the first failure, so that a flaky case cannot pass.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("pytest_args", nargs="*", default=["tests/test_conformance.py"])
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what was begun
     burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         for run in range(1, args.runs + 1):
