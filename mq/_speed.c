@@ -677,15 +677,21 @@ stream(char *target, const char *source, size_t nbytes)
 }
 
 static void
+copy_part(char *target, const char *source, size_t nbytes, int streams)
+{
+    if (streams)
+        stream(target, source, nbytes);
+    else
+        memcpy(target, source, nbytes);
+}
+
+static void
 copy_slices(Job *job)
 {
     size_t start;
     while ((start = atomic_fetch_add(&job->next, SLICE)) < job->nbytes) {
         size_t size = job->nbytes - start < SLICE ? job->nbytes - start : SLICE;
-        if (job->streams)
-            stream(job->target + start, job->source + start, size);
-        else
-            memcpy(job->target + start, job->source + start, size);
+        copy_part(job->target + start, job->source + start, size, job->streams);
         atomic_fetch_sub(&job->left, size);
     }
 }
@@ -724,10 +730,7 @@ copy_together(char *target, const char *source, size_t nbytes, int count, int st
 {
     Job *job = count > 0 ? malloc(sizeof *job) : NULL;
     if (job == NULL) {
-        if (streams)
-            stream(target, source, nbytes);
-        else
-            memcpy(target, source, nbytes);
+        copy_part(target, source, nbytes, streams);
         return;
     }
     job->target = target;

@@ -54,13 +54,10 @@ def cache_bytes() -> int:
 
     What sysconf tells may be the sum of all such caches of the machine.
     """
-    sizes = [32 << 20]
-    with contextlib.suppress(OSError, ValueError):
-        files = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-        sizes = [
-            int(file.read_text().removesuffix("K\n")) << 10 for file in files
-        ] or sizes
-    return max(sizes)
+    files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    with contextlib.suppress(OSError, ValueError):  # such as that there are none
+        return max(int(file.read_text().removesuffix("K\n")) << 10 for file in files)
+    return 32 << 20
 
 
 class PoolStats(NamedTuple):
