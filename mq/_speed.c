@@ -799,12 +799,169 @@ copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
+/* -- copies of what others are still writing ---------- */
+
+#define FILL_SLICE ((size_t)128 * 1024)
+#define FOLLOW_NS 200000
+
+/* How much of the target is there, in shared memory: by whoever reads on. */
+static inline _Atomic uint64_t *
+counter_of(const Py_buffer *view)
+{
+    if (view->len != 8 || (uintptr_t)view->buf % 8) {
+        PyErr_SetString(PyExc_ValueError, "a counter has 8 aligned bytes");
+        return NULL;
+    }
+    return (_Atomic uint64_t *)view->buf;
+}
+
+static PyObject *
+fill(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !PyList_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "fill(pieces, target, counter)");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(args[0]), held = 0;
+    Py_buffer *pieces = PyMem_Calloc(count + 2, sizeof *pieces);
+    size_t *starts = PyMem_Calloc(count + 1, sizeof *starts);
+    PyObject *done = NULL;
+    if (pieces == NULL || starts == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (int n = 0; n < 2; n++, held++)
+        if (PyObject_GetBuffer(args[1 + n], &pieces[n], PyBUF_WRITABLE) < 0)
+            goto end;
+    Py_buffer *target = &pieces[0];
+    _Atomic uint64_t *counter = counter_of(&pieces[1]);
+    if (counter == NULL)
+        goto end;
+    for (Py_ssize_t n = 0; n < count; n++, held++) {
+        PyObject *start, *source, *piece = PyList_GetItem(args[0], n);
+        if (piece != NULL && !PyTuple_Check(piece))
+            PyErr_SetString(PyExc_TypeError, "a piece is (start, bytes)");
+        if (PyErr_Occurred() || !PyArg_ParseTuple(piece, "OO", &start, &source))
+            goto end;
+        starts[n] = PyLong_AsSize_t(start);
+        if (PyErr_Occurred() || PyObject_GetBuffer(source, &pieces[2 + n], PyBUF_SIMPLE) < 0)
+            goto end;
+        size_t nbytes = pieces[2 + n].len, total = target->len;
+        if (nbytes > total || starts[n] > total - nbytes) {
+            held++;
+            PyErr_SetString(PyExc_ValueError, "a piece beyond the target");
+            goto end;
+        }
+    }
+    Py_BEGIN_ALLOW_THREADS
+    /* It goes on where it was: who was told of bytes may have taken them already. */
+    uint64_t filled = atomic_load_explicit(counter, memory_order_relaxed);
+    for (Py_ssize_t n = 0; n < count; n++) {
+        const char *source = pieces[2 + n].buf;
+        size_t nbytes = pieces[2 + n].len;
+        for (size_t at = 0; at < nbytes; at += FILL_SLICE) {
+            size_t size = nbytes - at < FILL_SLICE ? nbytes - at : FILL_SLICE;
+            uint64_t stop = starts[n] + at + size;
+            if (stop <= filled)
+                continue;
+            memcpy((char *)target->buf + starts[n] + at, source + at, size);
+            if (size == FILL_SLICE)
+                atomic_store_explicit(counter, stop, memory_order_release);
+        }
+    }
+    atomic_store_explicit(counter, target->len, memory_order_release);
+    Py_END_ALLOW_THREADS
+    done = Py_NewRef(Py_None);
+end:
+    while (held-- > 0)
+        PyBuffer_Release(&pieces[held]);
+    PyMem_Free(pieces);
+    PyMem_Free(starts);
+    return done;
+}
+
+static inline int64_t
+nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* How many bytes beyond `done` are there; 0 if there are none for a while. */
+static size_t
+wait_for_more(_Atomic uint64_t *counter, size_t done, size_t stop)
+{
+    int64_t until = 0;
+    for (int n = 0;; n++) {
+        uint64_t filled = atomic_load_explicit(counter, memory_order_acquire);
+        if (filled > done)
+            return (filled < stop ? filled : stop) - done;
+        if (n < 64)
+            continue;
+        int64_t now = nanoseconds();
+        if (until == 0)
+            until = now + FOLLOW_NS;
+        else if (now >= until)
+            return 0;
+        sched_yield();
+    }
+}
+
+static PyObject *
+follow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 5) {
+        PyErr_SetString(PyExc_TypeError, "follow(source, counter, done, stop, target)");
+        return NULL;
+    }
+    size_t done = PyLong_AsSize_t(args[2]);
+    size_t stop = PyErr_Occurred() ? 0 : PyLong_AsSize_t(args[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_buffer source, watched, target;
+    if (PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(args[1], &watched, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&source);
+        return NULL;
+    }
+    if (PyObject_GetBuffer(args[4], &target, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&watched);
+        PyBuffer_Release(&source);
+        return NULL;
+    }
+    PyObject *found = NULL;
+    _Atomic uint64_t *counter = counter_of(&watched);
+    if (counter == NULL)
+        goto end;
+    if (done > stop || stop > (size_t)source.len || target.len != source.len) {
+        PyErr_SetString(PyExc_ValueError, "beyond the source, or not of its size");
+        goto end;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    size_t more;
+    while (done < stop && (more = wait_for_more(counter, done, stop)) > 0) {
+        memcpy((char *)target.buf + done, (const char *)source.buf + done, more);
+        done += more;
+    }
+    Py_END_ALLOW_THREADS
+    found = PyLong_FromSize_t(done);
+end:
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&watched);
+    PyBuffer_Release(&source);
+    return found;
+}
+
 /* -- the module ---------- */
 
 static PyMethodDef methods[] = {
     {"encode_plain", encode_plain, METH_O, NULL},
     {"decode_run", (PyCFunction)(void (*)(void))decode_run, METH_FASTCALL, NULL},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, NULL},
+    {"fill", (PyCFunction)(void (*)(void))fill, METH_FASTCALL, NULL},
+    {"follow", (PyCFunction)(void (*)(void))follow, METH_FASTCALL, NULL},
     {NULL},
 };
 

@@ -7,3 +7,14 @@ decode_run: DecodeRun
 
 def encode_plain(payload: Any, /) -> bytes | None: ...
 def copy(source: memoryview, target: memoryview, past_cache: bool, /) -> None: ...
+def fill(
+    pieces: list[tuple[int, memoryview]], target: memoryview, counter: memoryview, /
+) -> None: ...
+def follow(
+    source: memoryview,
+    counter: memoryview,
+    done: int,
+    stop: int,
+    target: memoryview,
+    /,
+) -> int: ...

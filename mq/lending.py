@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from mq import speed
 from mq.buffers import class_bytes
 from mq.mappings import map_descriptor, reserve
 from mq.settings import memory_bytes
@@ -43,6 +44,9 @@ MOST_SEGMENTS: Final = 1024
 _SHARE: Final = 16
 """One segment has at most this part of the memory, unless one block needs more: a view
 that is kept for long keeps its whole segment from blocks of other sizes."""
+
+COUNTER_BYTES: Final = 8
+"""Of an unsigned integer in the order of the machine."""
 
 _FUTURE_WRITE: Final = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for yet
 _ids = count(1)
@@ -137,14 +141,31 @@ class Block:
         segment: Where it is.
         offset: Of its first byte in the segment.
         area: Its bytes, writable, format 'B'.
+        counter: Where it says how many of them are there, if it is told of before.
     """
 
-    __slots__ = ("area", "offset", "segment")
+    __slots__ = ("area", "counter", "offset", "segment")
 
-    def __init__(self, segment: Segment, offset: int, area: memoryview) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        offset: int,
+        area: memoryview,
+        counter: memoryview | None = None,
+    ) -> None:
         self.segment = segment
         self.offset = offset
         self.area = area
+        self.counter = counter
+
+    def fill(self, pieces: list[tuple[int, memoryview]]) -> None:
+        """Write what others read behind it, if it has a counter; again is harmless.
+
+        Args:
+            pieces: And where each begins, in order.
+        """
+        if self.counter is not None:
+            speed.fill(pieces, self.area, self.counter)
 
     def part(self, start: int, stop: int) -> Block:
         """Bytes `start` to `stop` of it; the whole stays in use."""
@@ -196,22 +217,33 @@ class Lender:
         size = _block_bytes(nbytes)
         return size if size <= self.limit_bytes else _pages(nbytes)
 
-    def take(self, nbytes: int) -> Block | None:
-        """A block of any content; None while there is no memory for it."""
-        if not self.fits(nbytes):
+    def take(self, nbytes: int, counted: bool = False) -> Block | None:
+        """A block of any content; None while there is no memory for it.
+
+        Args:
+            counted: With a counter behind it, which is zero, unless that is what does
+                not fit.
+        """
+        counted = counted and self.fits(counted_bytes(nbytes))
+        whole = counted_bytes(nbytes) if counted else nbytes
+        if not self.fits(whole):
             return None
         with self._lock:
             self._collect()
-            place = self._find(self._size(nbytes))
+            place = self._find(self._size(whole))
             if place is None:
                 return None
             segment, offset = place
-            lease = np.ndarray.__new__(_Lease, (nbytes,), np.uint8, segment.map, offset)
+            lease = np.ndarray.__new__(_Lease, (whole,), np.uint8, segment.map, offset)
             out = _Out(lease, self._ended.append)
             out.place = place
             self._out[place] = out
             self._idle[segment.block_bytes].pop()
-            return Block(segment, offset, lease.data)
+            if not counted:
+                return Block(segment, offset, lease.data)
+            counter = lease.data[-COUNTER_BYTES:]
+            counter[:] = bytes(COUNTER_BYTES)
+            return Block(segment, offset, lease.data[:nbytes], counter)
 
     def retire(self, segment: Segment) -> None:
         """Never use its memory again: a peer may read it who can no longer be asked."""
@@ -360,6 +392,11 @@ def _most_segments() -> int:
     if limit == resource.RLIM_INFINITY:
         return MOST_SEGMENTS
     return min(MOST_SEGMENTS, limit // 4)
+
+
+def counted_bytes(nbytes: int) -> int:
+    """What a block takes whose counter lies behind it, on a cache line of its own."""
+    return -(-nbytes // 64) * 64 + COUNTER_BYTES
 
 
 def _block_bytes(nbytes: int) -> int:

@@ -7,6 +7,7 @@ in the environment Python is used all the same.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,29 @@ def _copy(source: memoryview, target: memoryview, past_cache: bool) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
+def _fill(
+    pieces: list[tuple[int, memoryview]], target: memoryview, counter: memoryview
+) -> None:
+    if int.from_bytes(counter, sys.byteorder) == len(target):
+        return
+    for start, piece in pieces:
+        _copy(piece, target[start : start + len(piece)], past_cache=False)
+    counter[:] = len(target).to_bytes(8, sys.byteorder)
+
+
+def _follow(
+    source: memoryview,
+    counter: memoryview,
+    done: int,
+    stop: int,
+    target: memoryview,
+) -> int:
+    filled = min(int.from_bytes(counter, sys.byteorder), stop)
+    if filled > done:
+        _copy(source[done:filled], target[done:filled], past_cache=False)
+    return max(filled, done)
+
+
 def _decode_run(*run: Any) -> list[Message]:
     found: list[Message] = _speed.decode_run(*run)
     return found or plain.decode_run(*run)  # which takes what is rare
@@ -49,4 +73,26 @@ copy: Final[Callable[[memoryview, memoryview, bool], None]] = (
 
 Other threads run meanwhile; compiled, several of its own copy, and past the cache if
 the third says so: that is quicker for what does not stay there anyway.
+"""
+fill: Final[Callable[[list[tuple[int, memoryview]], memoryview, memoryview], None]] = (
+    _speed.fill if COMPILED else _fill
+)
+"""Copies pieces to their places, where others may read on behind it.
+
+Args:
+    The pieces, in order of their places, and where they begin; the target; and 8
+    aligned bytes for how much of the target is there. What is there already stays, so
+    that doing it again is harmless.
+"""
+follow: Final[Callable[[memoryview, memoryview, int, int, memoryview], int]] = (
+    _speed.follow if COMPILED else _follow
+)
+"""Copies what is being filled, as far as it is there, and waits a little for more.
+
+Args:
+    What is filled; its counter; how many bytes were copied; after how many it is
+    enough; and the target.
+
+Returns:
+    How many bytes were copied in all; as many as before if no more came.
 """

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from types import CodeType, FrameType
 from typing import Any
 
@@ -122,14 +123,16 @@ def large(seed: int, nbytes: int = 1536) -> bytes:
 
 AREAS = (768,)
 """The part of large messages that is on a device, where any is."""
-PAYLOADS = [b"one", large(1), b"two", b"three", large(2), b"four", b"five", large(3)]
+RETAINED = large(2)
+PAYLOADS = [b"one", large(1), b"two", b"three", RETAINED, b"four", b"five", large(3)]
 
 
 def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None:
     """One scenario with an interrupt; afterwards the contract still holds.
 
     Member `a` publishes to `b` and `c`, which are keep-all with little depth, and to
-    `d`, which keeps the last. All that `a` and `b` do in the mesh is interrupted.
+    `d`, which keeps the last. All that `a` and `b` do in the mesh is interrupted. Where
+    memory is lent, `b` and `c` follow another topic, too, while it is written.
 
     Args:
         lends: Bytes of memory that each member but `d` lends to the others.
@@ -145,18 +148,21 @@ def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None
     )
     a, b, c = (world[name] for name in "abc")
     scenario = Scenario(world)
-    c.subscribe("t", depth=4, window_bytes=4000)
+    topics = ("t", "f") if lends else ("t",)
+    for topic in topics:
+        c.subscribe(topic, depth=4, window_bytes=4000)
     world.settle()
     for member in (a, b):
         scenario.guard_polls(member)
     scenario.interrupter = interrupter
-    received: dict[str, list[bytes]] = {"b": [], "c": [], "d": []}
-    scenario.subscribe(b, "t", depth=3, window_bytes=4000)
+    received: dict[tuple[str, str], list[bytes]] = defaultdict(list)
+    for topic in topics:
+        scenario.subscribe(b, topic, depth=3, window_bytes=4000)
     scenario.subscribe(b, "k", keep=2)
     world.settle()
     world.join("d").subscribe("t", keep=1)
     world.settle()
-    committed: list[bytes] = []
+    committed: dict[str, list[bytes]] = {topic: [] for topic in topics}
     newest = [-1]
 
     def take(member: Member) -> bool:
@@ -169,17 +175,17 @@ def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None
             assert item.sequence > newest[0], interrupter.where
             newest[0] = item.sequence
             return True
-        assert item.sequence < len(committed), interrupter.where
-        received[member.name].append(item.payload)
+        assert item.sequence < len(committed[item.topic]), interrupter.where
+        received[member.name, item.topic].append(item.payload)
         return True
 
-    for number, payload in enumerate(PAYLOADS):
-        retain = number == 4
+    for number, (payload, topic) in enumerate(product(PAYLOADS, topics)):
+        retain = topic == "t" and payload == RETAINED
         areas = AREAS if devices and len(payload) > INLINE_BYTES else ()
         for _ in range(50):
-            before = a.newest("t")
-            scenario.guard(a, partial(a.publish, "t", payload, retain, areas))
-            if a.newest("t") > before:
+            before = a.newest(topic)
+            scenario.guard(a, partial(a.publish, topic, payload, retain, areas))
+            if a.newest(topic) > before:
                 break
             world.settle()
             for member in (b, c):
@@ -187,10 +193,12 @@ def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None
             world.settle()
         else:
             raise AssertionError(f"publish is stuck after {interrupter.where}")
-        committed.append(payload)
-        assert a.newest("t") == number
+        committed[topic].append(payload)
+        assert a.newest(topic) == len(committed[topic]) - 1
+        if topic != topics[-1]:
+            continue
         scenario.guard(a, partial(a.publish, "k", payload))
-        if number % 3 == 0:
+        if number // len(topics) % 3 == 0:
             world.settle()
     scenario.subscribe(b, "u")
     world.advance(1.0)
@@ -204,10 +212,11 @@ def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None
     where = interrupter.where
     assert scenario.interrupted <= 1
     assert bool(b.landed) == devices
-    assert received["b"] == committed, where
-    assert received["c"] == committed, where
-    assert received["d"][-1] == committed[-1], where
-    assert late.payloads() == [committed[4]], where
+    for topic in topics:
+        assert received["b", topic] == committed[topic], where
+        assert received["c", topic] == committed[topic], where
+    assert received["d", "t"][-1] == committed["t"][-1], where
+    assert late.payloads() == [RETAINED], where
     assert newest[0] == a.newest("k"), where
     check_all_works(world, scenario, where)
 
@@ -254,6 +263,7 @@ def check_all_works(world: World, scenario: Scenario, where: str) -> None:
 @pytest.fixture(autouse=True)
 def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+    monkeypatch.setattr("mq.mesh.publisher.cores", lambda: 8)
     for module in ("reader", "session"):
         monkeypatch.setattr(f"mq.mesh.{module}.BYTES_PER_TURN", TURN_BYTES)
 

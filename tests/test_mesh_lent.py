@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
-from world import Member, World
+from world import Got, Member, World
 
-from mq.lending import BLOCK_BYTES
+from mq.borrowing import Mapping
+from mq.errors import MessagesLost
+from mq.lending import BLOCK_BYTES, Block
 from mq.mesh import wire
 
 LIMIT = 4 * BLOCK_BYTES
@@ -19,9 +22,10 @@ LARGE = bytes(range(250)) * 16
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A publisher `a` and a subscriber `b` that read each other's memory."""
+    monkeypatch.setattr("mq.mesh.publisher.cores", lambda: 8)
     monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
     monkeypatch.setattr("mq.mesh.copying.PIECE_BYTES", PIECE_BYTES)
-    world = World("a", "b", lends={"a": LIMIT, "b": LIMIT})
+    world = World("a", "b", lends=dict.fromkeys("abc", LIMIT))
     yield world
     world.close()
 
@@ -223,4 +227,258 @@ def test_a_reference_to_no_memory_is_refused(world: World, what: str) -> None:
     world.settle()
 
     assert b.mesh.stats.malformed == 1
+    assert b.payloads() == [LARGE]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Block, bytes]]]:
+    """Blocks of which only a part was written, and what belongs there."""
+    held: list[tuple[Block, bytes]] = []
+
+    def fill(block: Block, pieces: list[tuple[int, memoryview]]) -> None:
+        if block.counter is None:
+            return
+        content = bytearray(len(block.area))
+        for start, piece in pieces:
+            content[start : start + len(piece)] = piece
+        part = PIECE_BYTES + 1
+        block.area[:part] = content[:part]
+        block.counter[:] = part.to_bytes(8, sys.byteorder)
+        held.append((block, bytes(content)))
+
+    monkeypatch.setattr(Block, "fill", fill)
+    yield held
+    held.clear()  # their memory must be free when the test has ended
+
+
+def finish(slow: list[tuple[Block, bytes]]) -> None:
+    """The publisher goes on writing, to the end."""
+    for block, content in slow:
+        assert block.counter is not None
+        block.area[:] = content
+        block.counter[:] = len(content).to_bytes(8, sys.byteorder)
+    slow.clear()
+
+
+def test_a_message_is_handed_out_once_it_is_written(
+    world: World, slow: list[tuple[Block, bytes]]
+) -> None:
+    """Until then what is behind it on its topic waits, and nothing else does."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    b.subscribe("other")
+    world.settle()
+    a.publish("t", LARGE)
+    a.publish("t", b"behind it")
+    a.publish("other", b"beside it")
+    world.settle()
+    before = b.payloads()
+    assert slow
+
+    finish(slow)
+    world.advance(0.1)
+
+    assert before == [b"beside it"]
+    assert b.payloads() == [LARGE, b"behind it"]
+    world.settle()
+    assert in_use(a) == 0
+
+
+def test_who_waits_for_a_writer_does_not_spin(
+    world: World, slow: list[tuple[Block, bytes]]
+) -> None:
+    """It looks again and again, each time after a longer pause."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    world.settle()
+    a.publish("t", LARGE)
+    world.settle()
+    pauses = []
+    for _ in range(8):
+        pauses.append(b.mesh.next_deadline() - world.clock())
+        world.now += pauses[-1]
+        b.poll()
+
+    assert pauses == sorted(pauses)
+    assert 0.005 < pauses[-1] < 0.02
+    finish(slow)
+
+
+def test_what_a_dead_publisher_did_not_write_never_arrived(
+    world: World, slow: list[tuple[Block, bytes]]
+) -> None:
+    """Nor what is behind it: what is handed out is a prefix without a gap."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    b.subscribe("other")
+    world.settle()
+    a.publish("t", b"before it")
+    a.publish("t", LARGE)
+    a.publish("t", b"behind it")
+    a.publish("other", b"beside it")
+    world.settle()
+
+    world.kill("a")
+    world.settle()
+
+    assert sorted(b.payloads()) == [b"before it", b"beside it"]
+    assert not b.mesh.subscriber.copies
+    assert not b.mesh.subscriber.inbox.fifo
+
+
+def test_what_a_publisher_wrote_before_its_death_arrives(
+    world: World, slow: list[tuple[Block, bytes]]
+) -> None:
+    """The memory is there as long as somebody reads it."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    world.settle()
+    a.publish("t", LARGE)
+    world.settle()
+    finish(slow)
+
+    world.kill("a")
+    world.advance(0.1)
+
+    assert b.payloads() == [LARGE]
+
+
+def test_what_a_stalled_publisher_did_not_write_is_reported(
+    world: World, slow: list[tuple[Block, bytes]]
+) -> None:
+    """It was given up in the middle of a message, and comes back."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    world.settle()
+    a.publish("t", b"before it")
+    a.publish("t", LARGE)
+    a.publish("t", b"behind it")
+    world.settle()
+
+    world.stall("a")
+    world.advance(60.0)
+    world.unstall("a")
+    finish(slow)
+    world.advance(60.0)
+    a.publish("t", b"new")
+    world.advance(1.0)
+
+    first, notice, last = b.recv_all()
+    assert isinstance(first, Got)
+    assert isinstance(last, Got)
+    assert (first.payload, last.payload) == (b"before it", b"new")
+    assert isinstance(notice, MessagesLost)
+    assert notice.count == 2
+
+
+def test_what_is_dropped_while_it_is_written_is_released(
+    world: World, slow: list[tuple[Block, bytes]]
+) -> None:
+    """`unsubscribe` does not wait for the publisher."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    world.settle()
+    a.publish("t", LARGE)
+    world.settle()
+
+    b.unsubscribe("t")
+    world.advance(0.1)
+    slow.clear()
+
+    assert b.payloads() == []
+    assert in_use(a) == 0
+
+
+@pytest.mark.parametrize("options", [{"keep": 1}, {"zero_copy": True}], ids=str)
+def test_who_does_not_copy_is_told_of_what_is_written(
+    world: World, slow: list[tuple[Block, bytes]], options: dict[str, int]
+) -> None:
+    """And then nobody on that topic is told before."""
+    a, b = world["a"], world["b"]
+    world.join("c").subscribe("t")
+    b.subscribe("t", **options)
+    world.settle()
+    a.publish("t", LARGE)
+    world.settle()
+
+    assert not slow
+    assert b.payloads() == world["c"].payloads() == [LARGE]
+
+
+def test_a_message_that_is_not_there_is_for_who_follows(
+    world: World, slow: list[tuple[Block, bytes]]
+) -> None:
+    """Another subscriber refuses it, so that nobody reads what is not there."""
+    a, b = world["a"], world["b"]
+    subscription = b.subscribe("t", zero_copy=True)
+    world.settle()
+    session = a.session(b)
+    assert a.link.lender is not None
+    block = a.link.lender.take(4000, counted=True)
+    assert block is not None
+    assert session.conn is not None
+    session.conn.lend(block.segment)
+    head = wire.HEADER.pack(
+        wire.LENT, wire.FLAG_FILLING, 0, session.number + 1, session.received
+    )
+    place = (block.segment.id, 0, 0.0, block.offset, 4000)
+    session.conn.try_send(head + wire.LENT_HEAD.pack(subscription.id, *place))
+    world.settle()
+
+    assert b.mesh.stats.malformed == 1
+
+
+def test_who_cannot_map_gets_what_is_written(
+    world: World,
+    slow: list[tuple[Block, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It copies at once, so it waits a little, and then for another connection."""
+    monkeypatch.setattr("mq.mesh.incoming.UNMAPPED_SECONDS", 0.01)
+    in_place = Mapping.borrow
+
+    def copied(
+        mapping: Mapping, offset: int, nbytes: int, take: Callable[[int], memoryview]
+    ) -> memoryview:
+        area = take(nbytes)
+        area[:] = in_place(mapping, offset, nbytes, take)
+        return area
+
+    monkeypatch.setattr(Mapping, "borrow", copied)
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    world.settle()
+    a.publish("t", LARGE)
+    deliver(world)
+    before = b.payloads(), b.mesh.stats.malformed
+
+    finish(slow)
+    world.advance(1.0)
+
+    assert before == ([], 1)
+    assert b.payloads() == [LARGE]
+    assert in_use(a) == 0
+
+
+def test_a_publisher_that_stopped_delays_no_other(
+    world: World, slow: list[tuple[Block, bytes]]
+) -> None:
+    """What another one has written is copied without a pause."""
+    a, b, c = world["a"], world["b"], world.join("c")
+    b.subscribe("t")
+    world.settle()
+    a.publish("t", LARGE)
+    world.advance(1.0)
+    stopped = slow.pop()
+    c.publish("t", LARGE[::-1])
+    finish(slow)
+    c.mesh.pump(world.clock(), flush=True)
+    world.net.deliver_all()
+    for _ in range(12):
+        b.poll()
+
+    assert b.payloads() == [LARGE[::-1]]
+    slow.append(stopped)
+    finish(slow)
+    world.advance(0.1)
     assert b.payloads() == [LARGE]

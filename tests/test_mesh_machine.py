@@ -486,6 +486,7 @@ def test_any_interleaving_of_faults_keeps_the_contract(
 ) -> None:
     """No loss, no double, no gap unreported, no stuck credit, nothing left behind."""
     monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+    monkeypatch.setattr("mq.mesh.publisher.cores", lambda: 8)
     monkeypatch.setattr("mq.mesh.copying.PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr("mq.mesh.session.BYTES_PER_TURN", TURN_BYTES)
     monkeypatch.setattr("mq.mesh.reader.BYTES_PER_TURN", TURN_BYTES)

@@ -7,16 +7,18 @@ import gc
 import importlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mq
-from mq import registry
+from mq import registry, speed
 from mq.testing import STEP, Group, Member, wait_until
 
 MIB = 1 << 20
@@ -713,3 +715,75 @@ def test_close_leaves_no_segment_whatever_runs_beside_it(group: Group) -> None:
     b.start("close", linger=0.5).result()
     assert publishing.result() == "closed"
     assert b.run(_own_segments) == []
+
+
+# -- messages that are followed ----------
+
+
+def _stop_in_the_middle(queue: mq.MQ, go_on: str) -> None:
+    """What is written behind its announcement stops half-way until a file is there."""
+    whole = speed.fill
+
+    def half(
+        pieces: list[tuple[int, memoryview]], target: memoryview, counter: memoryview
+    ) -> None:
+        middle = len(target) // 2
+        start, piece = pieces[-1]
+        target[start:middle] = piece[: middle - start]
+        counter[:] = middle.to_bytes(8, sys.byteorder)
+        while not os.path.exists(go_on):
+            time.sleep(0.01)  # nothing else in this process can tell
+        counter[:] = bytes(8)
+        whole(pieces, target, counter)
+
+    speed.fill = half  # type: ignore[misc]
+
+
+def _receive_in_vain(queue: mq.MQ) -> bool:
+    try:
+        queue.recv(timeout=0.3)
+    except TimeoutError:
+        return True
+    return False
+
+
+@pytest.fixture
+def halved(group: Group, tmp_path: Path) -> tuple[Member, Member, Path]:
+    """A publisher in the middle of a message, its subscriber, and what ends that."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("nobody follows on one processor")
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    a.run(publish, [1])
+    assert b.run(receive, 1) == [1]
+    go_on = tmp_path / "go_on"
+    a.run(_stop_in_the_middle, str(go_on))
+    a.begin(publish, [2, 3])
+    assert b.run(_receive_in_vain)
+    return a, b, go_on
+
+
+def test_a_publisher_stopped_in_the_middle_of_a_message_goes_on(
+    halved: tuple[Member, Member, Path],
+) -> None:
+    """Stopped for less than `peer_timeout`, it writes the rest, and it arrives."""
+    a, b, go_on = halved
+    a.stop()
+    assert b.run(_receive_in_vain)
+    go_on.touch()
+    a.cont()
+    assert b.run(receive, 2) == [2, 3]
+    until_unused(a)
+
+
+def test_a_publisher_killed_in_the_middle_of_a_message(
+    halved: tuple[Member, Member, Path], group: Group
+) -> None:
+    """That message never arrived, nobody hangs, and others are heard."""
+    a, b, _ = halved
+    a.kill()
+    c = group.member("c")
+    c.call("wait_for_subscribers", "t", 1, timeout=STEP)
+    c.run(publish, [7])
+    assert b.run(receive, 1) == [7]
+    assert b.run(_receive_in_vain)

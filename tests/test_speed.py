@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -411,3 +412,130 @@ def test_many_copy_at_once() -> None:
     while len(os.listdir("/proc/self/task")) > before:
         assert time.monotonic() < until
         os.sched_yield()
+
+
+# -- copies of what is still being written ----------
+
+FILLS = [speed._fill, pytest.param(speed.fill, id="compiled", marks=needs_compiled)]
+FOLLOWS = [
+    speed._follow,
+    pytest.param(speed.follow, id="compiled", marks=needs_compiled),
+]
+Fill = Callable[[list[tuple[int, memoryview]], memoryview, memoryview], None]
+Follow = Callable[[memoryview, memoryview, int, int, memoryview], int]
+
+
+def counter(value: int = 0) -> memoryview:
+    """A counter, aligned as the compiled functions want it."""
+    view = memoryview(np.zeros(1, np.uint64)).cast("B")
+    view[:] = value.to_bytes(8, sys.byteorder)
+    return view
+
+
+def count(view: memoryview) -> int:
+    return int.from_bytes(view, sys.byteorder)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@given(sizes=st.lists(st.sampled_from([0, 1, 63, 5000, 300_000]), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_pieces_come_to_their_places(fill: Fill, sizes: list[int]) -> None:
+    """What is between them stays as it is, and the counter says that all is there."""
+    target, pieces = bytearray(b"-" * 7), []
+    for number, nbytes in enumerate(sizes):
+        pieces.append((len(target), memoryview(bytes([number]) * nbytes)))
+        target += b"-" * (nbytes + 3)
+    expected = bytearray(target)
+    for start, piece in pieces:
+        expected[start : start + len(piece)] = piece
+    there = counter()
+    fill(pieces, memoryview(target), there)
+    assert target == expected
+    assert count(there) == len(target)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_filling_again_changes_nothing(fill: Fill) -> None:
+    """Who was told of bytes may have taken them, and the counter never goes back."""
+    target, there = memoryview(bytearray(1 << 20)), counter()
+    fill([(0, memoryview(bytes([1]) * (1 << 20)))], target, there)
+    fill([(0, memoryview(bytes([2]) * (1 << 20)))], target, there)
+    assert target == bytes([1]) * (1 << 20)
+    assert count(there) == 1 << 20
+
+
+@needs_compiled
+def test_filling_goes_on_where_it_was() -> None:
+    """As after an interrupt; slices that are there are not written again."""
+    target, there = memoryview(bytearray(1 << 20)), counter(1 << 19)
+    speed.fill([(0, memoryview(bytes([1]) * (1 << 20)))], target, there)
+    assert target[: 1 << 19] == bytes(1 << 19)
+    assert target[1 << 19 :] == bytes([1]) * (1 << 19)
+
+
+@needs_compiled
+@pytest.mark.parametrize("start", [-1, 1, 1 << 40])
+def test_a_piece_beyond_the_target_is_refused(start: int) -> None:
+    """And nothing is written."""
+    target, there = memoryview(bytearray(10)), counter()
+    with pytest.raises((ValueError, OverflowError)):
+        speed.fill([(start, memoryview(b"x" * 10))], target, there)
+    assert target == bytes(10)
+    assert count(there) == 0
+
+
+@needs_compiled
+def test_what_is_no_counter_is_refused() -> None:
+    """It would be written to."""
+    for wrong in (memoryview(bytearray(4)), counter()[:7]):
+        with pytest.raises(ValueError, match="counter"):
+            speed.fill([], memoryview(bytearray(8)), wrong)
+        with pytest.raises(ValueError, match="counter"):
+            speed.follow(memoryview(b""), wrong, 0, 0, memoryview(bytearray()))
+    with pytest.raises(TypeError, match="piece"):
+        speed.fill([1], memoryview(bytearray(8)), counter())  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("follow", FOLLOWS)
+@pytest.mark.parametrize(
+    ("filled", "done", "stop", "found"),
+    [(0, 0, 10, 0), (4, 0, 10, 4), (9, 4, 6, 6), (99, 4, 10, 10), (3, 5, 10, 5)],
+)
+def test_what_is_there_is_copied(
+    follow: Follow, filled: int, done: int, stop: int, found: int
+) -> None:
+    """No more than was asked for, whatever the counter says, and from where it was."""
+    source, target = memoryview(b"0123456789"), memoryview(bytearray(b"-" * 10))
+    assert follow(source, counter(filled), done, stop, target) == found
+    expected = bytearray(b"-" * 10)
+    expected[done:found] = source[done:found]
+    assert target == expected
+
+
+@needs_compiled
+@pytest.mark.parametrize(("done", "stop"), [(0, 11), (11, 10), (6, 5)])
+def test_beyond_the_source_nothing_is_followed(done: int, stop: int) -> None:
+    """Whatever the counter says."""
+    source, target = memoryview(bytes(10)), memoryview(bytearray(10))
+    with pytest.raises(ValueError, match="beyond"):
+        speed.follow(source, counter(99), done, stop, target)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("follow", FOLLOWS)
+def test_one_thread_reads_what_another_writes(fill: Fill, follow: Follow) -> None:
+    """Each byte after it was written, in any number of steps."""
+    nbytes = (8 << 20) + 12345
+    source = np.random.default_rng(7).integers(0, 256, nbytes, np.uint8)
+    for _ in range(20):
+        shared, target = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        there = counter()
+        pieces = [(0, source.data[:1000]), (1000, source.data[1000:])]
+        writer = threading.Thread(target=fill, args=(pieces, shared.data, there))
+        writer.start()
+        done = 0
+        while done < nbytes:
+            stop = min(done + (1 << 20), nbytes)
+            done = follow(shared.data, there, done, stop, target.data)
+        writer.join()
+        assert np.array_equal(source, target)

@@ -216,8 +216,9 @@ class Member:
             and len(payload) > publisher_module.INLINE_BYTES
             and not areas
         ):
-            block = lender.take(len(payload))
-            if block is not None:
+            followed = not retain and mesh.publisher.is_followed(topic)
+            block = lender.take(len(payload), followed)
+            if block is not None and block.counter is None:
                 frames.pack_into(block.area)
             elif mesh.publisher.borrowers(topic):
                 return False

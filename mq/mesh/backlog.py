@@ -145,6 +145,8 @@ class Backlog:
             len(block.area),
         )
         flags = 0 if feed.keep is None else wire.FLAG_ANSWER
+        if block.counter is not None:
+            flags |= wire.FLAG_FILLING
         completes = [(feed, sequence)]
         number = self.number + 1
         self._append(Frame(wire.LENT, number, [head], flags, completes, large))

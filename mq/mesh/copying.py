@@ -1,14 +1,17 @@
 """Messages on their way from a publisher's memory into the receiver's own.
 
 They are copied piece by piece, between looks at what else arrives: a message of 640 MB
-delays those of other topics by the time of one piece.
+delays those of other topics by the time of one piece. One that its publisher is still
+writing is read on behind it; where its publisher stops, it is looked at now and then.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from mq import speed
 from mq.buffers import copy
 from mq.mesh.large import Take
 
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 PIECE_BYTES: Final = 4 << 20
 """What is copied at a time: some tenths of a millisecond."""
+FIRST_PAUSE_SECONDS: Final = 0.0005
+LAST_PAUSE_SECONDS: Final = 0.01
+"""Between looks at a message of which nothing more comes; each is twice the last."""
 
 
 class Copying:
@@ -24,56 +30,93 @@ class Copying:
 
     Attributes:
         run: The message, in the inbox, where it waits for the rest.
+        done: How many bytes that is.
         wanted: False once it was dropped from there.
     """
 
-    __slots__ = ("_done", "_own", "_shared", "run", "wanted")
+    __slots__ = ("_counter", "_own", "_shared", "done", "run", "wanted")
 
-    def __init__(self, run: Run, take: Take) -> None:
+    def __init__(self, run: Run, counter: memoryview | None, own: memoryview) -> None:
         self.run = run
         self.wanted = True
         shared = run.areas[0]
         assert isinstance(shared, memoryview)  # what is on devices is never lent
         self._shared = shared
-        self._own = take(len(self._shared))
-        self._done = 0
+        self._counter = counter
+        self._own = own
+        self.done = 0
+
+    def lacks(self) -> bool:
+        """Whether its publisher has not written all of it."""
+        counter = self._counter
+        if counter is None:
+            return False
+        return int.from_bytes(counter, sys.byteorder) < len(self._shared)
 
     def go_on(self) -> bool:
         """Copy a piece; whether that was the last one, or nobody wants it."""
+        run, shared, own = self.run, self._shared, self._own
         if not self.wanted:
-            self.run.copying = None  # each refers to the other
+            run.copying = None  # each refers to the other
             return True
-        start = self._done
-        stop = min(start + PIECE_BYTES, len(self._own))
-        copy(self._shared[start:stop], self._own[start:stop], len(self._own))
-        self._done = stop
-        if stop < len(self._own):
+        start = self.done
+        stop = min(start + PIECE_BYTES, len(shared))
+        if self._counter is not None:
+            stop = speed.follow(shared, self._counter, start, stop, own)
+        else:
+            copy(shared[start:stop], own[start:stop], len(own))
+        self.done = stop
+        if stop < len(shared):
             return False
-        run = self.run
-        run.areas = [self._own]
+        run.areas = [own]
         run.copying = None  # from now on it can be taken
         return True
 
 
 class Copies:
-    """Those under way, each in turn."""
+    """Those under way, each in turn.
+
+    Attributes:
+        due: When there is something to do, by the mesh's clock; until then their
+            publishers have to go on.
+    """
 
     def __init__(self, take: Take) -> None:
         self._take = take
         self._waiting: deque[Copying] = deque()
+        self._pause = 0.0
+        self._in_vain = 0
+        self.due = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def begin(self, run: Run) -> None:
-        """Copy the one message of a run, which is not in the inbox yet."""
-        run.copying = Copying(run, self._take)
-        self._waiting.append(run.copying)
+    def begin(self, run: Run, counter: memoryview | None) -> None:
+        """Copy the one message of a run, which is not in the inbox yet.
 
-    def go_on(self) -> None:
+        Args:
+            counter: How much of it is there; None: all of it.
+        """
+        run.copying = Copying(run, counter, self._take(len(run.areas[0])))
+        self._waiting.append(run.copying)
+        self._progress()
+
+    def _progress(self) -> None:
+        self.due = self._pause = 0.0
+        self._in_vain = 0
+
+    def go_on(self, now: float) -> None:
         """Copy a piece of one message."""
         copying = self._waiting[0]
+        before = copying.done
         if copying.go_on():
             self._waiting.popleft()
         else:
             self._waiting.rotate(-1)
+        self._in_vain += 1
+        if copying.done > before or not copying.wanted:
+            self._progress()
+        elif self._in_vain >= len(self._waiting):
+            pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), LAST_PAUSE_SECONDS)
+            self._pause = pause
+            self.due = now + pause

@@ -34,6 +34,7 @@ class Feed:
         on_wire: For keep-last, whether a message has left and is not yet received.
         joined: Sequence of the first message published after the subscription began.
         first: Sequence of the first message that it gets.
+        follows: Whether lent messages may be announced before they are written.
         received: Highest sequence that has reached the subscriber's inbox.
         credit_messages: Messages that the subscriber allows since the subscription
             began; likewise `credit_bytes`.
@@ -45,6 +46,7 @@ class Feed:
         "credit_bytes",
         "credit_messages",
         "first",
+        "follows",
         "joined",
         "keep",
         "late",
@@ -66,11 +68,13 @@ class Feed:
         credit_messages: int,
         credit_bytes: int,
         seen: int,
+        follows: bool,
     ) -> None:
         self.session = session
         self.topic = topic
         self.subscription = subscription
         self.keep = keep
+        self.follows = follows
         self.credit_messages = credit_messages
         self.credit_bytes = credit_bytes
         self.progress: tuple[Outgoing, int] | None = None

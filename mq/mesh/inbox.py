@@ -220,6 +220,23 @@ class Inbox:
         self._unprepare()
         self.fifo.appendleft(Returned(item))
 
+    def cut(self, source: Source) -> None:
+        """Its publisher is gone: drop what it has not written to the end, and after.
+
+        That is as if it had not arrived. It may be repeated after an interrupt.
+        """
+        runs = [r for r in self.fifo if isinstance(r, Run) and r.source is source]
+        lacks = [run.copying is not None and run.copying.lacks() for run in runs]
+        if True not in lacks:
+            return
+        first = lacks.index(True)
+        source.cut(runs[:first], runs[first].first - 1)
+        for run in runs[first:]:
+            if run.copying is not None:
+                run.copying.wanted = False
+        gone = set(map(id, runs[first:]))
+        self.fifo = deque(item for item in self.fifo if id(item) not in gone)
+
     def drop(self, subscription: Subscription) -> int:
         """Remove the messages of one subscription; how many there were."""
         self.settle()

@@ -7,12 +7,15 @@ handling was interrupted can be handled again.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mq.borrowing import Key, Returns, arm, is_borrowed
 from mq.errors import MessagesLost
+from mq.lending import COUNTER_BYTES, counted_bytes
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.large import Take
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from mq.mesh.copying import Copies, Copying
     from mq.mesh.session import Session
     from mq.mesh.subscription import Subscription
+
+UNMAPPED_SECONDS: Final = 0.25
+"""How long a message that can only be copied at once is waited for."""
 
 Borrow = Callable[[int, int, int, Take], memoryview]
 
@@ -175,6 +181,14 @@ class Source:
         left = sum(len(area) for run in mine for area in run.areas[run.counted :])
         self.consumed_bytes = nbytes - left
 
+    def cut(self, unread: Sequence[Run], newest: int) -> None:
+        """Nothing arrived after `newest`: of what did, these wait in the inbox."""
+        messages = sum(len(run.areas) - run.counted for run in unread)
+        nbytes = sum(len(area) for run in unread for area in run.areas[run.counted :])
+        messages += self.consumed_messages
+        nbytes += self.consumed_bytes
+        self.arrivals.append(Arrivals(newest, messages, nbytes))
+
     # -- credit ----------
 
     def credit(self) -> wire.Credit:
@@ -226,6 +240,7 @@ class Source:
     def borrow(
         self,
         lent: Lent,
+        filling: bool,
         limit: int,
         fifo: deque[Item],
         borrow: Borrow,
@@ -236,6 +251,9 @@ class Source:
         """Take a message where it lies in the publisher's memory.
 
         Who does not view it there gets a copy, which is begun.
+
+        Args:
+            filling: It may still be on its way there.
 
         Returns:
             Whether it is still needed there. False: it was taken before and nobody has
@@ -253,17 +271,20 @@ class Source:
                 f"announces {lent.nbytes} bytes, max_message_bytes is {limit}"
             )
         try:
+            counter = _counter(lent, borrow, take) if filling else None
             area = borrow(lent.segment, lent.offset, lent.nbytes, take)
         except ValueError as error:
             raise Malformed(str(error)) from error
+        if counter is not None and not self.subscription.follows:
+            raise Malformed("a message that is not there yet, for who does not follow")
         in_place = is_borrowed(area)
         run = Run(self, sequence, (lent.published_at,), [area])
         if in_place:
             token = object()
             self.lent[sequence] = token
             arm(area, returns, Key(self, sequence, token))
-            if self.subscription.keep is None and not self.subscription.zero_copy:
-                copies.begin(run)
+            if self.subscription.follows:
+                copies.begin(run, counter)
         self.arrived(fifo, run)
         return in_place
 
@@ -329,6 +350,26 @@ class Source:
                 fifo, Run(self, chunk.sequence, (chunk.published_at,), [content])
             )
             self._stream = None
+
+
+def _counter(lent: Lent, borrow: Borrow, take: Take) -> memoryview | None:
+    """Where a message's publisher says how much of it is there; None: all of it is.
+
+    Raises:
+        ValueError: It is no part of the segment.
+        Malformed: This process cannot map it, and it was not there in time.
+    """
+    offset = lent.offset + counted_bytes(lent.nbytes) - COUNTER_BYTES
+    give_up = time.monotonic() + UNMAPPED_SECONDS
+    while True:
+        counter = borrow(lent.segment, offset, COUNTER_BYTES, take)
+        if int.from_bytes(counter, sys.byteorder) >= lent.nbytes:
+            return None
+        if is_borrowed(counter):
+            return counter
+        if time.monotonic() >= give_up:
+            raise Malformed("its publisher stopped in the middle of a message")
+        time.sleep(0.001)  # rarely more than once: the publisher is writing it
 
 
 class Arrivals(NamedTuple):

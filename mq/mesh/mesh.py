@@ -111,6 +111,7 @@ class Mesh:
             if session is not None:
                 self.liveness.check_process(session)
         subscriber, reader = self.subscriber, self.reader
+        copies = subscriber.copies
         reader.until_message = until_message
         reader.had_its_fill = False
         for _ in range(ROUNDS_PER_POLL):
@@ -121,8 +122,9 @@ class Mesh:
                     if reader.stopped_early and self.clock() >= self._next_tick:
                         self._tick(self.clock())  # the rest may take long
                     if until_message and subscriber.inbox.fifo:
-                        if subscriber.copies:
-                            subscriber.copies.go_on()
+                        now = self.clock()
+                        if copies and copies.due <= now:
+                            copies.go_on(now)
                         self._unfinished = True
                         self._polling = False
                         return
@@ -133,10 +135,10 @@ class Mesh:
                 self.greetings.attempt_due(now)
             self._last_poll = now
             self._unfinished = self.pump(now, flush) or reader.stopped_early
-            if subscriber.copies:
-                subscriber.copies.go_on()
+            if copies and copies.due <= now:
+                copies.go_on(now)
                 self.changed += 1
-                self._unfinished = True
+                self._unfinished |= copies.due <= now
                 break  # there may be something to take now
             if not self._unfinished or reader.had_its_fill:
                 break
@@ -169,6 +171,8 @@ class Mesh:
         if self._unfinished:
             return self._last_poll
         deadline = self._next_tick
+        if self.subscriber.copies:
+            deadline = min(deadline, self.subscriber.copies.due)
         for session in self.sessions.values():
             if not session.can_send():
                 continue

@@ -51,7 +51,7 @@ class Poller:
             os.set_blocking(self._writer, False)
         self._fds = {self._reader}
         self._woken = False
-        self.spins = _cores() > 1
+        self.spins = cores() > 1
         self._pause = 1
         self._short_waits_left = 1
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
@@ -171,7 +171,7 @@ def _yield() -> None:
         os.sched_yield()
 
 
-def _cores() -> int:
+def cores() -> int:
     """How many this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

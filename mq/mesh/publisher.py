@@ -11,6 +11,7 @@ from mq.mesh.atomic import append_each
 from mq.mesh.feed import Feed
 from mq.mesh.large import INLINE_BYTES, Large, Take, cut
 from mq.mesh.outgoing import Outgoing, Topic
+from mq.mesh.poller import cores
 from mq.mesh.wire import Malformed, Subscribe, Subscribed
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Publisher:
         self._chunk_bytes = chunk_bytes
         self._least_chunk_bytes = least_chunk_bytes
         self._piece_bytes = piece_bytes
+        self._to_fill: tuple[Block, Frames] | None = None
 
     def topic(self, name: str) -> Topic:
         """The topic of this name, made when first asked for."""
@@ -93,7 +95,8 @@ class Publisher:
             published_at: Unix time.
             now: The mesh's time.
             urgent: Send at once instead of joining a batch.
-            block: All of the message in memory that some subscribers read in place.
+            block: All of the message in memory that some subscribers read in place. If
+                it has a counter, they are told of it before it is written.
         """
         data: bytes | Large
         if block is not None:
@@ -106,6 +109,8 @@ class Publisher:
             )
             if retain:
                 data.own(self._take, range(len(data.chunks)))
+        if block is not None:
+            self._to_fill = (block, frames)
         message = topic.commit(published_at, data, retain)
         for feed in topic.feeds:
             session = feed.session
@@ -121,7 +126,15 @@ class Publisher:
             or not len(topic.view[2]) % _TRIM_EVERY
         ):
             topic.trim()
+        self._fill()
         return message
+
+    def _fill(self) -> None:
+        # With the mesh's lock: none but who follows it is to find it half there.
+        if self._to_fill is not None:
+            block, frames = self._to_fill
+            block.fill(frames.segments())
+            self._to_fill = None
 
     @staticmethod
     def free_received(
@@ -199,6 +212,7 @@ class Publisher:
                 request.messages,
                 request.nbytes,
                 request.seen,
+                request.follows,
             )
             retained = -1 if feed.late is None else feed.late.sequence
             answers.append(Subscribed(request.subscription, feed.joined, retained))
@@ -242,6 +256,17 @@ class Publisher:
         return any(feed.session.lends for feed in topic.feeds)
 
     @staticmethod
+    def is_followed(topic: Topic) -> bool:
+        """Whether all subscribers copy messages while they are being written.
+
+        Each needs a processor for that, or the writer would wait for them.
+        """
+        return 0 < len(topic.feeds) < cores() and all(
+            feed.follows and feed.session.lends and feed.late is None
+            for feed in topic.feeds
+        )
+
+    @staticmethod
     def borrowers(topic: Topic) -> list[Session]:
         """Subscribers to a topic that keep all and hold memory of this process by it.
 
@@ -275,6 +300,7 @@ class Publisher:
 
     def repair(self, sessions: Sequence[Session]) -> None:
         """Derive again what an exception may have left undone."""
+        self._fill()
         alive = set(sessions)
         for topic in self.topics.values():
             for feed in list(topic.feeds):

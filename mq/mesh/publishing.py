@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from mq.buffers import copy
+from mq.buffers import cache_bytes, copy
 from mq.mesh.large import INLINE_BYTES, Large
 from mq.mesh.mesh import Mesh
 from mq.mesh.outgoing import Outgoing, Topic
@@ -26,6 +27,30 @@ COPY_BYTES_PER_SECOND: Final = 2e9
 
 OWN_BYTES: Final = 8 << 20
 """How much is copied aside at a time, between looks at what else there is to do."""
+
+FOLLOWED_BYTES: Final = 512 * 1024
+"""Messages of this size, up to what stays in the cache, are announced before they are
+written: who reads behind the writer reads what is still in the cache."""
+MOST_FOLLOWED_BYTES: Final = 16 << 20
+"""However large the cache is: it is written with the lock."""
+
+
+def _most_followed_bytes() -> int:
+    return min(MOST_FOLLOWED_BYTES, cache_bytes() // 2)
+
+
+class _Way(Enum):
+    """How a message that could be lent goes to its subscribers.
+
+    Attributes:
+        SENT: Through the connections.
+        LAID_OUT: In shared memory, written before anybody is told of it.
+        FOLLOWED: In shared memory, and they read it behind the writer.
+    """
+
+    SENT = 0
+    LAID_OUT = 1
+    FOLLOWED = 2
 
 
 class Publishing(Waiting):
@@ -77,15 +102,18 @@ class Publishing(Waiting):
             and self._lender is not None
             and frames.nbytes > INLINE_BYTES
             and not frames.areas
-            and self._is_to_be_lent(name, frames, retain, deadline, only_try)
         ):
-            block, waits = self._take_block(name, frames.nbytes, deadline, only_try)
-            if waits:
-                return False
-            if block is not None:
-                for start, piece in frames.segments():
-                    stop = start + len(piece)
-                    copy(piece, block.area[start:stop], frames.nbytes)
+            way = self._way(name, frames, retain, deadline, only_try)
+            if way is not _Way.SENT:
+                block, waits = self._take_block(
+                    name, frames.nbytes, deadline, only_try, way is _Way.FOLLOWED
+                )
+                if waits:
+                    return False
+                if block is not None and block.counter is None:
+                    for start, piece in frames.segments():
+                        stop = start + len(piece)
+                        copy(piece, block.area[start:stop], frames.nbytes)
         if frames.areas:
             self._publisher.fill_pieces(frames)
         self._wanted |= self.lock.locked()
@@ -101,6 +129,8 @@ class Publishing(Waiting):
                 if only_try:
                     return False
                 self._wait_for_credit(topic, frames, deadline)
+            if block is not None and not publisher.is_followed(topic):  # any more
+                block.fill(frames.segments())
             self._commit(topic, frames, retain, urgent, stream, block)
         return True
 
@@ -181,31 +211,42 @@ class Publishing(Waiting):
 
     # -- shared memory ----------
 
-    def _is_to_be_lent(
+    def _way(
         self,
         name: str,
         frames: Frames,
         retain: bool,
         deadline: float | None,
         only_try: bool,
-    ) -> bool:
-        """Whether a message is to be laid out in shared memory now."""
+    ) -> _Way:
+        """How a message goes to its subscribers."""
         with self.lock:
             if self.closing or self.forked or self.mesh.replaced:
                 self._refuse()
             topic = self._topics.get(name) or self._publisher.topic(name)
             if not (retain or self._publisher.is_read_in_place(topic)):
-                return False
+                return _Way.SENT
             # What cannot be published need not be copied.
             self._publisher.check(topic, frames)
             if not topic.has_credit():
                 if only_try:
-                    return False
+                    return _Way.SENT
                 self._wait_for_credit(topic, frames, deadline)
-            return True
+            if (
+                FOLLOWED_BYTES <= frames.nbytes <= _most_followed_bytes()
+                and not retain
+                and self._publisher.is_followed(topic)
+            ):
+                return _Way.FOLLOWED
+            return _Way.LAID_OUT
 
     def _take_block(
-        self, name: str, nbytes: int, deadline: float | None, only_try: bool = False
+        self,
+        name: str,
+        nbytes: int,
+        deadline: float | None,
+        only_try: bool = False,
+        followed: bool = False,
     ) -> tuple[Block | None, bool]:
         """Shared memory for a message, and whether it has to be waited for.
 
@@ -218,7 +259,7 @@ class Publishing(Waiting):
         """
         lender = self._lender
         assert lender is not None
-        block = lender.take(nbytes)
+        block = lender.take(nbytes, followed)
         if not self._told and (block is not None or not lender.fits(nbytes)):
             return block, False
         found: list[Block] = [] if block is None else [block]
@@ -227,7 +268,7 @@ class Publishing(Waiting):
             return self._publisher.borrowers(topic)
 
         def reached() -> bool:
-            if not found and (taken := lender.take(nbytes)) is not None:
+            if not found and (taken := lender.take(nbytes, followed)) is not None:
                 found.append(taken)
             return bool(found) or not (lender.full and blockers())
 

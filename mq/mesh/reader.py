@@ -156,7 +156,8 @@ class Reader:
             self._mesh.changed += 1
         elif kind == wire.LENT:
             lent = wire.parse_lent(memoryview(head))
-            self._subscriber.lent(session, lent, conn.borrow)
+            filling = bool(flags & wire.FLAG_FILLING)
+            self._subscriber.lent(session, lent, filling, conn.borrow)
             self._mesh.changed += 1
         elif kind == wire.BYE:
             self._bye(session, number, memoryview(head)[wire.HEADER_BYTES :], now)

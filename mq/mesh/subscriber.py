@@ -110,7 +110,7 @@ class Subscriber:
             subscription.sources[session].told = True
 
     def remove(self, session: Session, *, may_return: bool) -> None:
-        """The peer is gone; its messages in the inbox stay.
+        """The peer is gone; its messages in the inbox stay, as far as they are there.
 
         Args:
             may_return: It may only have been stalled: remember where its streams
@@ -120,6 +120,7 @@ class Subscriber:
         for subscription in self.topics.values():
             source = subscription.sources.get(session)
             if source is not None and source.confirmed:
+                self.inbox.cut(source)
                 seen[subscription.topic] = max(source.newest, source.first - 1)
         incarnation = session.peer.incarnation
         if may_return:
@@ -257,14 +258,27 @@ class Subscriber:
             if last:
                 self._activate(source)
 
-    def lent(self, session: Session, lent: wire.Lent, borrow: Borrow) -> None:
-        """A message lies in its publisher's memory."""
+    def lent(
+        self, session: Session, lent: wire.Lent, filling: bool, borrow: Borrow
+    ) -> None:
+        """A message lies in its publisher's memory.
+
+        Args:
+            filling: It may still be on its way there.
+        """
         source = self._source(session, lent.subscription)
         in_place = False
         if source is not None:
             fifo = self.inbox.fifo
             in_place = source.borrow(
-                lent, self._limit, fifo, borrow, self._take, self.returns, self.copies
+                lent,
+                filling,
+                self._limit,
+                fifo,
+                borrow,
+                self._take,
+                self.returns,
+                self.copies,
             )
             self._activate(source)
         if not in_place:

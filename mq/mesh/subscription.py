@@ -80,7 +80,13 @@ class Subscription:
             source.granted_messages,
             source.granted_bytes,
             seen,
+            self.follows,
         )
+
+    @property
+    def follows(self) -> bool:
+        """Whether messages are copied, so that it can begin while they are written."""
+        return self.keep is None and not self.zero_copy
 
     def held(self) -> tuple[int, int]:
         """Messages and bytes that are granted, on their way or unread."""

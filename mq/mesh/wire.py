@@ -70,6 +70,8 @@ FLAG_LAST: Final = 2
 """This CHUNK or PIECE is the last of its message."""
 FLAG_TENSOR: Final = 4
 """The body of this PIECE is a tensor and belongs to an area."""
+FLAG_FILLING: Final = 8
+"""The message of this LENT may not be there yet: `mq.lending.counted_bytes`."""
 MAX_SEQUENCE: Final = 2**63 - 1
 MAX_GAP: Final = 63
 """Bytes of padding between buffers that a CHUNK may skip at most."""
@@ -90,7 +92,8 @@ class Subscribe(msgspec.Struct, array_like=True, frozen=True):
 
     `messages` and `nbytes` are the first credit, absolute totals as in `Credit`. `seen`
     is the last sequence that came in an earlier session, or -1: a retained message up
-    to it is not sent again.
+    to it is not sent again. `follows` says that the subscriber reads messages of
+    LENT frames while they are written.
     """
 
     subscription: SubscriptionId
@@ -99,6 +102,7 @@ class Subscribe(msgspec.Struct, array_like=True, frozen=True):
     messages: Number
     nbytes: Number
     seen: SequenceNumber = -1
+    follows: bool = False
 
 
 class Subscribed(msgspec.Struct, array_like=True, frozen=True):
