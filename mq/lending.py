@@ -217,12 +217,15 @@ class Lender:
         size = _block_bytes(nbytes)
         return size if size <= self.limit_bytes else _pages(nbytes)
 
-    def take(self, nbytes: int, counted: bool = False) -> Block | None:
+    def take(
+        self, nbytes: int, counted: bool = False, grow: bool = True
+    ) -> Block | None:
         """A block of any content; None while there is no memory for it.
 
         Args:
             counted: With a counter behind it, which is zero, unless that is what does
                 not fit.
+            grow: Whether memory may be taken from the system.
         """
         counted = counted and self.fits(counted_bytes(nbytes))
         whole = counted_bytes(nbytes) if counted else nbytes
@@ -230,7 +233,7 @@ class Lender:
             return None
         with self._lock:
             self._collect()
-            place = self._find(self._size(whole))
+            place = self._find(self._size(whole), grow)
             if place is None:
                 return None
             segment, offset = place
@@ -244,6 +247,11 @@ class Lender:
             counter = lease.data[-COUNTER_BYTES:]
             counter[:] = bytes(COUNTER_BYTES)
             return Block(segment, offset, lease.data[:nbytes], counter)
+
+    def block_bytes(self, nbytes: int, counted: bool) -> int:
+        """The size of the blocks that `take` makes for such a message."""
+        whole = counted_bytes(nbytes)
+        return self._size(whole if counted and self.fits(whole) else nbytes)
 
     def retire(self, segment: Segment) -> None:
         """Never use its memory again: a peer may read it who can no longer be asked."""
@@ -301,10 +309,10 @@ class Lender:
         unused = [s for s in self.segments.values() if s not in used]
         return sorted(unused, key=lambda segment: segment.used_at)
 
-    def _find(self, size: int) -> Place | None:
+    def _find(self, size: int, grow: bool) -> Place | None:
         """A free block, the last of the idle ones of its size."""
         while True:
-            places = self._idle.get(size) or self._grow(size)
+            places = self._idle.get(size) or (self._grow(size) if grow else None)
             if not places:
                 return None
             if places[-1] not in self._out:

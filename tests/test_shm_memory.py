@@ -787,3 +787,41 @@ def test_a_publisher_killed_in_the_middle_of_a_message(
     c.run(publish, [7])
     assert b.run(receive, 1) == [7]
     assert b.run(_receive_in_vain)
+
+
+def _ask(queue: mq.MQ, rounds: int, nbytes: int) -> int:
+    """Publish and wait for the answer; how much memory that took."""
+    for number in range(rounds):
+        publish(queue, [number], nbytes)
+        assert queue.recv(timeout=STEP).payload == number
+    return shared(queue)["mapped_bytes"]
+
+
+def _wait_for_memory(queue: mq.MQ) -> None:
+    replace_constant("mq.mesh.publishing", "NEW_BYTES_PER_SECOND", 1e6)
+
+
+def _answer(queue: mq.MQ, rounds: int) -> None:
+    for _ in range(rounds):
+        number = int(queue.recv(timeout=STEP).payload[0])
+        queue.publish("answers", number, timeout=STEP)
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_memory_on_its_way_back_is_waited_for(group: Group, zero_copy: bool) -> None:
+    """New memory takes longer: who waits for each answer needs one block."""
+    a, b = group.members("a", "b")
+    a.subscribe("answers")
+    b.subscribe("t", zero_copy=zero_copy)
+    a.run(_wait_for_memory)
+    answering = b.begin(_answer, 20)
+    assert a.run(_ask, 20, 8 * MIB) < 16 * MIB
+    answering.result()
+
+
+def test_memory_that_nobody_gives_back_is_not_waited_for(group: Group) -> None:
+    """At least not for longer than new memory takes."""
+    a, b = group.members("a", "b")
+    b.subscribe("t", zero_copy=True)
+    a.run(publish, [0, 1, 2], 8 * MIB)
+    assert b.run(hold, 3) == [0, 1, 2]

@@ -31,6 +31,8 @@ OWN_BYTES: Final = 8 << 20
 FOLLOWED_BYTES: Final = 512 * 1024
 """Messages of this size, up to what stays in the cache, are announced before they are
 written: who reads behind the writer reads what is still in the cache."""
+NEW_BYTES_PER_SECOND: Final = 20e9
+"""New memory is several times slower than that."""
 MOST_FOLLOWED_BYTES: Final = 16 << 20
 """However large the cache is: it is written with the lock."""
 
@@ -259,7 +261,9 @@ class Publishing(Waiting):
         """
         lender = self._lender
         assert lender is not None
-        block = lender.take(nbytes, followed)
+        block = lender.take(nbytes, followed, grow=False)
+        if block is None:
+            block = self._returned(nbytes, followed, only_try)
         if not self._told and (block is not None or not lender.fits(nbytes)):
             return block, False
         found: list[Block] = [] if block is None else [block]
@@ -285,6 +289,39 @@ class Publishing(Waiting):
                 )
             self._tell_going_on(self._told)
         return (found[0] if found else None), False
+
+    def _returned(self, nbytes: int, followed: bool, only_try: bool) -> Block | None:
+        """A block that has just come back, or new memory.
+
+        A subscriber's RELEASE may be on its way behind its answer, and new memory takes
+        longer than that.
+        """
+        lender = self._lender
+        assert lender is not None
+        size = lender.block_bytes(nbytes, followed)
+        deadline = time.monotonic()
+        if not only_try:
+            deadline += nbytes / NEW_BYTES_PER_SECOND
+        with self.lock:
+            try:
+                while self._is_lent(size):
+                    self._poll()
+                    self.check()
+                    block = lender.take(nbytes, followed, grow=False)
+                    if block is not None:
+                        return block
+                    if not self._sleep(deadline):
+                        break
+            finally:
+                self._leave()
+        return lender.take(nbytes, followed)
+
+    def _is_lent(self, size: int) -> bool:
+        return any(
+            block.segment.block_bytes == size
+            for session in self.mesh.sessions.values()
+            for block in session.lent.values()
+        )
 
     def take_block(self, name: str, nbytes: int, timeout: float | None) -> Block | None:
         """Shared memory to fill in place; None where there is none to be had.
