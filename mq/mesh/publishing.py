@@ -31,10 +31,11 @@ OWN_BYTES: Final = 8 << 20
 FOLLOWED_BYTES: Final = 512 * 1024
 """Messages of this size, up to what stays in the cache, are announced before they are
 written: who reads behind the writer reads what is still in the cache."""
-NEW_BYTES_PER_SECOND: Final = 20e9
-"""New memory is several times slower than that."""
 MOST_FOLLOWED_BYTES: Final = 16 << 20
 """However large the cache is: it is written with the lock."""
+
+NEW_BYTES_PER_SECOND: Final = 20e9
+"""New memory is several times slower than that; see `_returned`."""
 
 
 def _most_followed_bytes() -> int:
@@ -263,7 +264,7 @@ class Publishing(Waiting):
         assert lender is not None
         block = lender.take(nbytes, followed, grow=False)
         if block is None:
-            block = self._returned(nbytes, followed, only_try)
+            block = self._returned(nbytes, followed, deadline)
         if not self._told and (block is not None or not lender.fits(nbytes)):
             return block, False
         found: list[Block] = [] if block is None else [block]
@@ -290,7 +291,9 @@ class Publishing(Waiting):
             self._tell_going_on(self._told)
         return (found[0] if found else None), False
 
-    def _returned(self, nbytes: int, followed: bool, only_try: bool) -> Block | None:
+    def _returned(
+        self, nbytes: int, followed: bool, deadline: float | None
+    ) -> Block | None:
         """A block that has just come back, or new memory.
 
         A subscriber's RELEASE may be on its way behind its answer, and new memory takes
@@ -299,9 +302,9 @@ class Publishing(Waiting):
         lender = self._lender
         assert lender is not None
         size = lender.block_bytes(nbytes, followed)
-        deadline = time.monotonic()
-        if not only_try:
-            deadline += nbytes / NEW_BYTES_PER_SECOND
+        until = time.monotonic() + nbytes / NEW_BYTES_PER_SECOND
+        if deadline is not None:
+            until = min(until, deadline)
         with self.lock:
             try:
                 while self._is_lent(size):
@@ -310,7 +313,7 @@ class Publishing(Waiting):
                     block = lender.take(nbytes, followed, grow=False)
                     if block is not None:
                         return block
-                    if not self._sleep(deadline):
+                    if not self._sleep(until):
                         break
             finally:
                 self._leave()
