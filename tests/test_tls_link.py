@@ -106,8 +106,10 @@ def test_what_travels_is_encrypted(make: Make) -> None:
         conn = world.members[0].link.dial(
             f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
         )
-        world.until(lambda: conn in world.members[0].conns(What.OPENED), "OPENED")
-        accepted = world.members[1].conns(What.ACCEPTED)[0]
+        ours, theirs = world.members[:2]
+        world.until(lambda: conn in ours.conns(What.OPENED), "OPENED")
+        world.until(lambda: bool(theirs.conns(What.ACCEPTED)), "ACCEPTED")
+        accepted = theirs.conns(What.ACCEPTED)[0]
         for _ in range(20):
             world.send(conn, b"a secret word", b"a secret word" * 100)
         world.arrive(world.members[1].received.setdefault(accepted, []), 20)
