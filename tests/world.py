@@ -36,8 +36,10 @@ DEVICES = ("device:0", "device:1")
 
 def tensors_of(content: bytes, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Tensors that hold some bytes, of these sizes one after another."""
+    if not sizes:
+        return []
     whole = torch.tensor(list(content), dtype=torch.uint8)
-    return list(whole.split(list(sizes))) if sizes else []
+    return list(whole.split(list(sizes)))
 
 
 def area_of(device: str, tensor: torch.Tensor) -> Area:
