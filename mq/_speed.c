@@ -803,6 +803,7 @@ copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 #define FILL_SLICE ((size_t)128 * 1024)
 #define FOLLOW_NS 200000
+#define MOST_FOLLOW_NS 5000000 /* however little comes at a time */
 
 /* How much of the target is there, in shared memory: by whoever reads on. */
 static inline _Atomic uint64_t *
@@ -940,10 +941,13 @@ follow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         goto end;
     }
     Py_BEGIN_ALLOW_THREADS
+    int64_t until = nanoseconds() + MOST_FOLLOW_NS;
     size_t more;
     while (done < stop && (more = wait_for_more(counter, done, stop)) > 0) {
         memcpy((char *)target.buf + done, (const char *)source.buf + done, more);
         done += more;
+        if (nanoseconds() >= until)
+            break;
     }
     Py_END_ALLOW_THREADS
     found = PyLong_FromSize_t(done);

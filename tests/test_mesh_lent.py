@@ -482,3 +482,44 @@ def test_a_publisher_that_stopped_delays_no_other(
     finish(slow)
     world.advance(0.1)
     assert b.payloads() == [LARGE]
+
+
+def test_what_has_been_written_is_found_at_once(
+    world: World, slow: list[tuple[Block, bytes]]
+) -> None:
+    """By who asks for a message, however long the pause between two looks is."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    world.settle()
+    a.publish("t", LARGE)
+    world.advance(1.0)
+
+    finish(slow)
+    for _ in range(len(LARGE) // PIECE_BYTES + 1):
+        b.mesh.poll(until_message=True)
+
+    assert b.payloads() == [LARGE]
+
+
+def test_a_counter_that_no_processor_writes_at_once_is_refused(world: World) -> None:
+    """The connection breaks, and not the member."""
+    a, b = world["a"], world["b"]
+    subscription = b.subscribe("t")
+    world.settle()
+    session = a.session(b)
+    assert a.link.lender is not None
+    block = a.link.lender.take(4000, counted=True)
+    assert block is not None
+    assert session.conn is not None
+    session.conn.lend(block.segment)
+    head = wire.HEADER.pack(
+        wire.LENT, wire.FLAG_FILLING, 0, session.number + 1, session.received
+    )
+    place = (block.segment.id, 0, 0.0, block.offset + 1, 4000)
+    session.conn.try_send(head + wire.LENT_HEAD.pack(subscription.id, *place))
+    world.settle()
+    a.publish("t", LARGE)
+    world.settle()
+
+    assert b.mesh.stats.malformed == 1
+    assert b.payloads() == [LARGE]

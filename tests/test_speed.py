@@ -539,3 +539,24 @@ def test_one_thread_reads_what_another_writes(fill: Fill, follow: Follow) -> Non
             done = follow(shared.data, there, done, stop, target.data)
         writer.join()
         assert np.array_equal(source, target)
+
+
+@needs_compiled
+def test_who_writes_a_byte_at_a_time_holds_nobody_up() -> None:
+    """Other things wait for who follows, which takes some milliseconds at most."""
+    nbytes = 1 << 20
+    there, ended = counter(), threading.Event()
+
+    def write() -> None:
+        for filled in range(1, nbytes):
+            there[:] = filled.to_bytes(8, sys.byteorder)
+            if ended.wait(20e-6):
+                return
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    source, target = memoryview(bytes(nbytes)), memoryview(bytearray(nbytes))
+    done = speed.follow(source, there, 0, nbytes, target)
+    ended.set()
+    writer.join()
+    assert done < nbytes // 2

@@ -145,7 +145,7 @@ class Backlog:
             len(block.area),
         )
         flags = 0 if feed.keep is None else wire.FLAG_ANSWER
-        if block.counter is not None:
+        if block.counter is not None and feed.follows:
             flags |= wire.FLAG_FILLING
         completes = [(feed, sequence)]
         number = self.number + 1

@@ -109,7 +109,10 @@ class Copies:
         """Copy a piece of one message."""
         copying = self._waiting[0]
         before = copying.done
-        if copying.go_on():
+        session = copying.run.source.session
+        # It may be in no inbox, from where it would be cut: after an interrupt.
+        lost = not session.alive and copying.lacks()
+        if lost or copying.go_on():
             self._waiting.popleft()
         else:
             self._waiting.rotate(-1)

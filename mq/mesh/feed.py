@@ -74,7 +74,7 @@ class Feed:
         self.topic = topic
         self.subscription = subscription
         self.keep = keep
-        self.follows = follows
+        self.follows = follows and keep is None
         self.credit_messages = credit_messages
         self.credit_bytes = credit_bytes
         self.progress: tuple[Outgoing, int] | None = None

@@ -357,9 +357,12 @@ def _counter(lent: Lent, borrow: Borrow, take: Take) -> memoryview | None:
 
     Raises:
         ValueError: It is no part of the segment.
-        Malformed: This process cannot map it, and it was not there in time.
+        Malformed: There is no counter, or this process cannot map the message and it
+            was not there in time.
     """
     offset = lent.offset + counted_bytes(lent.nbytes) - COUNTER_BYTES
+    if offset % COUNTER_BYTES:
+        raise Malformed(f"a counter at {offset}, which is no multiple of its size")
     give_up = time.monotonic() + UNMAPPED_SECONDS
     while True:
         counter = borrow(lent.segment, offset, COUNTER_BYTES, take)

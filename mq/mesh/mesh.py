@@ -135,7 +135,7 @@ class Mesh:
                 self.greetings.attempt_due(now)
             self._last_poll = now
             self._unfinished = self.pump(now, flush) or reader.stopped_early
-            if copies and copies.due <= now:
+            if copies and (until_message or copies.due <= now):
                 copies.go_on(now)
                 self.changed += 1
                 self._unfinished |= copies.due <= now

@@ -109,6 +109,7 @@ class Publisher:
             )
             if retain:
                 data.own(self._take, range(len(data.chunks)))
+        self.fill()  # an earlier one, if two interrupts have kept it from being written
         if block is not None:
             self._to_fill = (block, frames)
         message = topic.commit(published_at, data, retain)
@@ -126,10 +127,11 @@ class Publisher:
             or not len(topic.view[2]) % _TRIM_EVERY
         ):
             topic.trim()
-        self._fill()
+        self.fill()
         return message
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
+        """Write the message that was announced, if that is still to be done."""
         # With the mesh's lock: none but who follows it is to find it half there.
         if self._to_fill is not None:
             block, frames = self._to_fill
@@ -300,7 +302,6 @@ class Publisher:
 
     def repair(self, sessions: Sequence[Session]) -> None:
         """Derive again what an exception may have left undone."""
-        self._fill()
         alive = set(sessions)
         for topic in self.topics.values():
             for feed in list(topic.feeds):

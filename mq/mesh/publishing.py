@@ -36,6 +36,8 @@ MOST_FOLLOWED_BYTES: Final = 16 << 20
 
 NEW_BYTES_PER_SECOND: Final = 20e9
 """New memory is several times slower than that; see `_returned`."""
+WAITED_FOR_BYTES: Final = 8_000_000
+"""For less, a poller sleeps longer than new memory takes."""
 
 
 def _most_followed_bytes() -> int:
@@ -264,7 +266,7 @@ class Publishing(Waiting):
         assert lender is not None
         block = lender.take(nbytes, followed, grow=False)
         if block is None:
-            block = self._returned(nbytes, followed, deadline)
+            block = self._returned(name, nbytes, followed, deadline)
         if not self._told and (block is not None or not lender.fits(nbytes)):
             return block, False
         found: list[Block] = [] if block is None else [block]
@@ -292,22 +294,26 @@ class Publishing(Waiting):
         return (found[0] if found else None), False
 
     def _returned(
-        self, nbytes: int, followed: bool, deadline: float | None
+        self, name: str, nbytes: int, followed: bool, deadline: float | None
     ) -> Block | None:
         """A block that has just come back, or new memory.
 
-        A subscriber's RELEASE may be on its way behind its answer, and new memory takes
-        longer than that.
+        The RELEASE of a subscriber may be on its way behind its answer, and new memory
+        takes longer than that. Who keeps the last, or hoards another topic's messages,
+        is not waited for.
         """
         lender = self._lender
         assert lender is not None
         size = lender.block_bytes(nbytes, followed)
-        until = time.monotonic() + nbytes / NEW_BYTES_PER_SECOND
+        until = time.monotonic()
+        if nbytes >= WAITED_FOR_BYTES:
+            until += nbytes / NEW_BYTES_PER_SECOND
         if deadline is not None:
             until = min(until, deadline)
         with self.lock:
+            topic = self._topics.get(name) or self._publisher.topic(name)
             try:
-                while self._is_lent(size):
+                while self._is_lent(topic, size):
                     self._poll()
                     self.check()
                     block = lender.take(nbytes, followed, grow=False)
@@ -319,10 +325,10 @@ class Publishing(Waiting):
                 self._leave()
         return lender.take(nbytes, followed)
 
-    def _is_lent(self, size: int) -> bool:
+    def _is_lent(self, topic: Topic, size: int) -> bool:
         return any(
             block.segment.block_bytes == size
-            for session in self.mesh.sessions.values()
+            for session in self._publisher.borrowers(topic)
             for block in session.lent.values()
         )
 

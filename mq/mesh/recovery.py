@@ -20,6 +20,7 @@ def recover(mesh: Mesh, *, polling: bool) -> None:
         polling: Whether events of the links may have been lost, so that no connection
             can be trusted.
     """
+    mesh.publisher.fill()
     for session in list(mesh.sessions.values()):
         if session.fate is not None:
             mesh.bury(session)
