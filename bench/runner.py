@@ -42,7 +42,7 @@ def run_cell(
     try:
         _touch(cell, touch)
         with _started(cell, body, size, groups) as (processes, pipes):
-            metrics, usage = _Conversation(cell, groups, processes, pipes).hold()
+            metrics, usage = Conversation(cell, groups, processes, pipes).hold()
     except Unusable as error:
         return Result.of(cell, "skipped", str(error))
     except CellFailed as error:
@@ -120,7 +120,7 @@ def _end(processes: Sequence[ForkServerProcess], grace: float) -> None:
         process.join(10)  # until the kernel has freed a killed process's memory
 
 
-class _Conversation:
+class Conversation:
     """What the participants of a cell tell us, until all of them have finished."""
 
     def __init__(
@@ -135,6 +135,7 @@ class _Conversation:
         self._processes = processes
         self._pipes = pipes
         self._open = set(range(len(pipes)))
+        self._ended: set[int] = set()
         self._met: dict[int, Any] = {}
         self._metrics: Metrics = {}
         self._usage: list[Usage] = []
@@ -149,12 +150,12 @@ class _Conversation:
         deadline = time.monotonic() + self._limit
         while len(self._usage) < len(self._processes):
             left = deadline - time.monotonic()
-            pipes = [self._pipes[rank] for rank in self._open]
+            pipes = [self._pipes[rank] for rank in self._open - self._ended]
             ready = connection.wait(pipes, max(0.0, left))
             if not ready or left <= 0:
                 raise CellFailed(f"hung: not finished within {self._limit:.0f} s")
-            for rank in sorted(self._open):
-                if self._pipes[rank] in ready:
+            for rank in sorted(self._open - self._ended):
+                if rank in self._open and self._pipes[rank] in ready:
                     self._hear(rank, self._pipes[rank])
         return self._metrics, self._usage
 
@@ -162,7 +163,11 @@ class _Conversation:
         try:
             kind, *values = pipe.recv()
         except (EOFError, OSError) as error:
-            raise CellFailed(f"rank {rank} died{self._status(rank)}") from error
+            self._ended.add(rank)
+            # What its process said last may be in the pipe of another of its ranks.
+            if self._open.intersection(self._groups[self._index(rank)]) <= self._ended:
+                raise CellFailed(f"rank {rank} died{self._status(rank)}") from error
+            return
         if kind == "meet":
             self._met[rank] = values[0]
             self._answer()
@@ -190,9 +195,11 @@ class _Conversation:
         except OSError as error:
             raise CellFailed(f"rank {rank} died{self._status(rank)}") from error
 
+    def _index(self, rank: int) -> int:
+        return next(i for i, ranks in enumerate(self._groups) if rank in ranks)
+
     def _status(self, rank: int) -> str:
-        index = next(i for i, ranks in enumerate(self._groups) if rank in ranks)
-        process = self._processes[index]
+        process = self._processes[self._index(rank)]
         process.join(1.0)
         code = process.exitcode
         if code is None:

@@ -16,8 +16,8 @@ from bench import baselines, command, payloads, raw, raw_nng
 from bench.command import measure, unusable
 from bench.gpu import Gpu, move
 from bench.peer import Metrics, Peer, Unusable
-from bench.rows import Cell, Result, percentiles
-from bench.runner import run_cell
+from bench.rows import Cell, Result, Usage, percentiles
+from bench.runner import Conversation, run_cell
 from mq import registry
 
 RAW_ZMQ = ["raw:zmq:ipc", "raw:zmq:tcp"]
@@ -37,6 +37,25 @@ def measured(transport: str, workload: str, nbytes: int) -> dict[str, float]:
     assert result.metrics["value"] > 0
     assert all(used.peak_rss_bytes > 0 for used in result.processes)
     return result.metrics
+
+
+@pytest.mark.parametrize("said", [["exit"], ["done", "exit"]], ids=str)
+def test_what_a_process_said_last_is_heard_before_its_end(said: list[str]) -> None:
+    """On the pipe of one of its ranks, when the other's has ended."""
+    content = {"exit": Usage([0, 1], 1.0, 0, 0), "done": {"p50_s": 2.0}}
+    ends = [multiprocessing.Pipe() for _ in range(2)]
+    for kind in said:
+        ends[0][1].send((kind, content[kind]))
+    for _, theirs in ends:
+        theirs.close()
+    cell = Cell("inproc", "latency", 1, 0, budget=1.0, limit=5.0)
+    process = multiprocessing.get_context("forkserver").Process()
+    pipes = [ours for ours, _ in ends]
+    metrics, usage = Conversation(cell, [[0, 1]], [process], pipes).hold()
+    for ours, _ in ends:
+        ours.close()
+    assert metrics == ({"p50_s": 2.0} if "done" in said else {})
+    assert usage == [content["exit"]]
 
 
 @pytest.mark.parametrize("transport", [*BASELINES, *OURS, *MODES])
