@@ -289,12 +289,11 @@ def test_an_interrupt_at_any_line_changes_nothing_of_the_contract(
 ) -> None:
     """Nothing lost, nothing doubled, all or nothing, no stuck credit.
 
-    Every second line, and every fifth with tensors on devices, for most lines are the
-    same; all of them with MQ_INTERRUPT_EVERYWHERE.
+    With tensors on devices every third line, for most lines are the same.
     """
     found = points(opcodes=False, devices=devices)
     assert len(found) > 500
-    for at in found[:: 1 if EVERYWHERE else 5 if devices else 2]:
+    for at in found[:: 3 if devices and not EVERYWHERE else 1]:
         run(Interrupter(at), devices=devices)
 
 
@@ -312,11 +311,11 @@ def test_an_interrupt_between_bytecodes_changes_nothing_either(devices: bool) ->
 def test_an_interrupt_loses_no_memory_that_is_lent() -> None:
     """The same where large messages are read in place; there are six blocks.
 
-    Every fifth line, and a sample of the bytecodes, unless MQ_INTERRUPT_EVERYWHERE.
+    Every third line, and a sample of the bytecodes, unless MQ_INTERRUPT_EVERYWHERE.
     """
     found = points(opcodes=False, lends=6 * BLOCK_BYTES)
     assert len(found) > 500
-    for at in found[:: 1 if EVERYWHERE else 5]:
+    for at in found[:: 1 if EVERYWHERE else 3]:
         run(Interrupter(at), 6 * BLOCK_BYTES)
     found = points(opcodes=True, lends=6 * BLOCK_BYTES)
     for at in found[::180]:

@@ -220,10 +220,11 @@ class Member:
         ):
             followed = not retain and mesh.publisher.is_followed(topic)
             block = lender.take(len(payload), followed)
-            if block is not None and block.counter is None:
+            if block is None:
+                if mesh.publisher.borrowers(topic):
+                    return False
+            elif block.counter is None:  # otherwise written once it was announced
                 frames.pack_into(block.area)
-            elif mesh.publisher.borrowers(topic):
-                return False
         message = mesh.publisher.publish(topic, frames, now, retain, now, block=block)
         mesh.publisher.own(topic, message, list(mesh.sessions.values()))
         memory[:] = b"\xee" * len(memory)

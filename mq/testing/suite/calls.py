@@ -142,7 +142,7 @@ def small_messages_pass_beside_large_ones_of_another_thread(group: Group) -> Non
     for topic in ("ask", "bulk"):
         b.subscribe(topic)
     answering = b.begin(_answer)
-    _, bulk = a.run(_ask_beside_bulk, 20)
+    _, bulk = a.run(_ask_beside_bulk, 60)
     a.publish("bulk", "end")
     assert answering.result() == bulk
 
