@@ -1,9 +1,8 @@
 """Shared memory of this process for messages that peers on the same host read in place.
 
-A segment is a sealed memfd, so it has no name, leaves nothing behind, and no peer can
-write to it or shrink it under a reader. It is cut into blocks of one size; a message is
-one block, written once whatever the number of subscribers. A block returns when the
-last view of it dies here and every peer that was told of it has released it.
+A segment (`mq.segments`) is cut into blocks of one size; a message is one block,
+written once whatever the number of subscribers. A block returns when the last view of
+it dies here and every peer that was told of it has released it.
 
 Its end is noted by a weak reference whose callback is one call into C: a finalizer in
 Python could be interrupted by a signal, and the block would be lost. What is in use is
@@ -13,7 +12,6 @@ read off one dictionary and never counted beside it, for the same reason.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -22,14 +20,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from itertools import count
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from mq import speed
 from mq.buffers import class_bytes
-from mq.mappings import map_descriptor, reserve
+from mq.segments import COUNTER_BYTES, Segment, counted_bytes
 from mq.settings import memory_bytes
 
 logger = logging.getLogger(__name__)
@@ -44,12 +41,6 @@ MOST_SEGMENTS: Final = 1024
 _SHARE: Final = 16
 """One segment has at most this part of the memory, unless one block needs more: a view
 that is kept for long keeps its whole segment from blocks of other sizes."""
-
-COUNTER_BYTES: Final = 8
-"""Of an unsigned integer in the order of the machine."""
-
-_FUTURE_WRITE: Final = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for yet
-_ids = count(1)
 
 
 class LendingStats(NamedTuple):
@@ -68,55 +59,6 @@ class LendingStats(NamedTuple):
     in_use_bytes: int
     segments: int
     waits: int
-
-
-class Segment:
-    """A memfd and its mapping in this process.
-
-    Attributes:
-        id: Never used again by this process.
-        fd: For passing on; closed when nobody refers to the segment any more.
-        nbytes: Size.
-        block_bytes: Size of its blocks.
-        used_at: When a block of it was last in use, by the monotonic clock.
-
-    Raises:
-        OSError: The system has no such memory.
-    """
-
-    __slots__ = ("__weakref__", "block_bytes", "fd", "id", "map", "nbytes", "used_at")
-
-    def __init__(self, nbytes: int, block_bytes: int) -> None:
-        self.fd = -1
-        self.id = next(_ids)
-        self.nbytes = nbytes
-        self.block_bytes = block_bytes
-        self.used_at = time.monotonic()
-        self.fd = os.memfd_create("mq", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, nbytes)
-        self.map = map_descriptor(self.fd, nbytes, private=False)
-        reserve(self.fd, self.map)
-        seal(self.fd)
-
-    def close(self) -> None:
-        """Close the descriptor; the memory stays as long as it is mapped."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if getattr(self, "fd", -1) >= 0:
-            self.close()
-
-
-def seal(fd: int) -> None:
-    """Let nobody shrink, grow or newly map for writing what is mapped here."""
-    size = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, size | _FUTURE_WRITE)
-    except OSError:  # a kernel before 5.1: peers are trusted not to map it writable
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
 
 Place = tuple[Segment, int]
@@ -400,11 +342,6 @@ def _most_segments() -> int:
     if limit == resource.RLIM_INFINITY:
         return MOST_SEGMENTS
     return min(MOST_SEGMENTS, limit // 4)
-
-
-def counted_bytes(nbytes: int) -> int:
-    """What a block takes whose counter lies behind it, on a cache line of its own."""
-    return -(-nbytes // 64) * 64 + COUNTER_BYTES
 
 
 def _block_bytes(nbytes: int) -> int:

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 if TYPE_CHECKING:
     from mq.devices import Piece
-    from mq.lending import Lender, Segment
+    from mq.lending import Lender
     from mq.mesh.poller import Poller
+    from mq.segments import Segment
 
 MAX_HEAD_BYTES = 128 * 1024
 """The largest head of a message; a batch of small messages travels as one head."""

@@ -13,9 +13,10 @@ from typing import ClassVar
 
 from mq.borrowing import Mapping
 from mq.devices import Piece
-from mq.lending import Lender, Segment
+from mq.lending import Lender
 from mq.mesh import wire
 from mq.mesh.poller import Poller
+from mq.segments import Segment
 from mq.transport import PIECE_BYTES, Capabilities, Conn, Event, Link, What
 
 Body = bytes | Piece

@@ -54,6 +54,7 @@ def test_a_transport_imports_only_the_link_contract(path: Path) -> None:
         "mq.credentials",
         "mq.stream",
         "mq.lending",
+        "mq.segments",
         "mq.borrowing",
         "mq.devices",
         "mq.options",

@@ -25,10 +25,12 @@ import pytest
 from mq import lending
 from mq.borrowing import Key, Mapping, Returns, Unmapped, arm, is_borrowed, settle
 from mq.buffers import Pool
-from mq.lending import BLOCK_BYTES, Block, Lender, Segment
+from mq.lending import BLOCK_BYTES, Block, Lender
 from mq.mappings import HUGE_BYTES, address, map_descriptor, reserve
+from mq.segments import Segment
 
 LIMIT = 8 * BLOCK_BYTES
+FILES = ("mq/lending.py", "mq/segments.py")
 
 
 def memfds() -> list[int]:
@@ -211,13 +213,13 @@ def test_there_are_never_more_segments_than_a_quarter_of_the_descriptors(
 
 
 @contextmanager
-def interrupt_at(number: int, file: str) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt before the n-th bytecode run in a file."""
+def interrupt_at(number: int, *files: str) -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt before the n-th bytecode run in some files."""
     count = [0]
 
     def call(frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_name
-        if not frame.f_code.co_filename.endswith(file) or name in ("__del__", "close"):
+        if not frame.f_code.co_filename.endswith(files) or name in ("__del__", "close"):
             return None  # what is raised in a finalizer is lost, there as everywhere
         frame.f_trace_opcodes = True
         return opcode
@@ -254,13 +256,13 @@ def _use(lender: Lender) -> None:
 
 def test_an_interrupt_anywhere_loses_no_block() -> None:
     """Between any two bytecodes: afterwards all the memory can be taken, once."""
-    with interrupt_at(0, "mq/lending.py") as count:
+    with interrupt_at(0, *FILES) as count:
         _use(Lender(LIMIT))
     assert count[0] > 300
     for number in range(1, count[0] + 1):
         lender = Lender(LIMIT)
         try:
-            with interrupt_at(number, "mq/lending.py"):
+            with interrupt_at(number, *FILES):
                 _use(lender)
         except KeyboardInterrupt:
             # The tracer interrupts where no signal can: between the end of a block and

@@ -23,9 +23,10 @@ from link_world import Member, World
 import mq
 from mq.borrowing import Unmapped, is_borrowed
 from mq.buffers import Pool
-from mq.lending import BLOCK_BYTES, Block, Segment, seal
+from mq.lending import BLOCK_BYTES, Block
 from mq.mappings import map_descriptor
 from mq.mesh.poller import Poller
+from mq.segments import Segment, seal
 from mq.stream.framing import SIZES
 from mq.transport import What
 from transports.shm import ShmConn, ShmLink

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 from mq.borrowing import Mapping, Unmapped
-from mq.lending import MOST_SEGMENTS, Lender, Segment, seal
+from mq.lending import MOST_SEGMENTS, Lender
 from mq.mesh.poller import Poller
+from mq.segments import Segment, seal
 from mq.stream.conn import StreamConn
 from mq.stream.descriptors import DescriptorConn, peer_user
 from mq.stream.link import StreamLink

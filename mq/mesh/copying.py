@@ -74,19 +74,14 @@ class Copying:
 
 
 class Copies:
-    """Those under way, each in turn.
-
-    Attributes:
-        due: When there is something to do, by the mesh's clock; until then their
-            publishers have to go on.
-    """
+    """Those under way, each in turn."""
 
     def __init__(self, take: Take) -> None:
         self._take = take
         self._waiting: deque[Copying] = deque()
         self._pause = 0.0
         self._in_vain = 0
-        self.due = 0.0
+        self._due = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -102,11 +97,25 @@ class Copies:
         self._progress()
 
     def _progress(self) -> None:
-        self.due = self._pause = 0.0
+        self._due = self._pause = 0.0
         self._in_vain = 0
 
-    def go_on(self, now: float) -> None:
-        """Copy a piece of one message."""
+    def next_deadline(self, latest: float) -> float:
+        """When there is something to do, by the mesh's clock, or `latest`.
+
+        Until then those that publish these messages have to go on.
+        """
+        return min(latest, self._due) if self._waiting else latest
+
+    def go_on(self, now: float, *, at_once: bool = False) -> bool:
+        """Copy a piece of one message, if there is any; whether it was.
+
+        Args:
+            now: The time by the mesh's clock.
+            at_once: Look for more of it even before the deadline.
+        """
+        if not self._waiting or (now < self._due and not at_once):
+            return False
         copying = self._waiting[0]
         before = copying.done
         session = copying.run.source.session
@@ -119,7 +128,9 @@ class Copies:
         self._in_vain += 1
         if copying.done > before or not copying.wanted:
             self._progress()
-        elif self._in_vain >= len(self._waiting):
+            return True
+        if self._in_vain >= len(self._waiting):
             pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), LAST_PAUSE_SECONDS)
             self._pause = pause
-            self.due = now + pause
+            self._due = now + pause
+        return False

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mq.borrowing import Key, Returns, arm, is_borrowed
 from mq.errors import MessagesLost
-from mq.lending import COUNTER_BYTES, counted_bytes
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.large import Take
 from mq.mesh.stream import Stream
 from mq.mesh.wire import Chunk, Lent, Malformed
+from mq.segments import COUNTER_BYTES, counted_bytes
 
 if TYPE_CHECKING:
     from mq.devices import Piece

@@ -123,8 +123,7 @@ class Mesh:
                         self._tick(self.clock())  # the rest may take long
                     if until_message and subscriber.inbox.fifo:
                         now = self.clock()
-                        if copies and copies.due <= now:
-                            copies.go_on(now)
+                        copies.go_on(now)
                         self._unfinished = True
                         self._polling = False
                         return
@@ -135,10 +134,9 @@ class Mesh:
                 self.greetings.attempt_due(now)
             self._last_poll = now
             self._unfinished = self.pump(now, flush) or reader.stopped_early
-            if copies and (until_message or copies.due <= now):
-                copies.go_on(now)
+            if copies.go_on(now, at_once=until_message):
                 self.changed += 1
-                self._unfinished |= copies.due <= now
+                self._unfinished = True
                 break  # there may be something to take now
             if not self._unfinished or reader.had_its_fill:
                 break
@@ -170,9 +168,7 @@ class Mesh:
         """When `poll` must be called again at the latest."""
         if self._unfinished:
             return self._last_poll
-        deadline = self._next_tick
-        if self.subscriber.copies:
-            deadline = min(deadline, self.subscriber.copies.due)
+        deadline = self.subscriber.copies.next_deadline(self._next_tick)
         for session in self.sessions.values():
             if not session.can_send():
                 continue

@@ -71,7 +71,7 @@ FLAG_LAST: Final = 2
 FLAG_TENSOR: Final = 4
 """The body of this PIECE is a tensor and belongs to an area."""
 FLAG_FILLING: Final = 8
-"""The message of this LENT may not be there yet: `mq.lending.counted_bytes`."""
+"""The message of this LENT may not be there yet: `mq.segments.counted_bytes`."""
 MAX_SEQUENCE: Final = 2**63 - 1
 MAX_GAP: Final = 63
 """Bytes of padding between buffers that a CHUNK may skip at most."""
