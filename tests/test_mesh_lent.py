@@ -13,6 +13,7 @@ from mq.borrowing import Mapping
 from mq.errors import MessagesLost
 from mq.lending import BLOCK_BYTES, Block
 from mq.mesh import wire
+from mq.mesh.subscription import Subscription
 
 LIMIT = 4 * BLOCK_BYTES
 PIECE_BYTES = 1000
@@ -36,6 +37,21 @@ def deliver(world: World) -> None:
     world.net.deliver_all()
     for _ in range(3):
         world["b"].mesh.poll(until_message=True)
+
+
+def announce(a: Member, b: Member, subscription: Subscription, skew: int = 0) -> None:
+    """Say to `b` that a message of 4,000 bytes is being written, which it is not."""
+    session = a.session(b)
+    assert a.link.lender is not None
+    block = a.link.lender.take(4000, counted=True)
+    assert block is not None
+    assert session.conn is not None
+    session.conn.lend(block.segment)
+    head = wire.HEADER.pack(
+        wire.LENT, wire.FLAG_FILLING, 0, session.number + 1, session.received
+    )
+    place = (block.segment.id, 0, 0.0, block.offset + skew, 4000)
+    session.conn.try_send(head + wire.LENT_HEAD.pack(subscription.id, *place))
 
 
 def in_use(member: Member) -> int:
@@ -251,6 +267,16 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Block, bytes]]]
     held.clear()  # their memory must be free when the test has ended
 
 
+def half_written(world: World) -> tuple[Member, Member]:
+    """`a`, which has written a part of `LARGE`, and `b`, which follows it."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    world.settle()
+    a.publish("t", LARGE)
+    world.settle()
+    return a, b
+
+
 def finish(slow: list[tuple[Block, bytes]]) -> None:
     """The publisher goes on writing, to the end."""
     for block, content in slow:
@@ -288,11 +314,7 @@ def test_who_waits_for_a_writer_does_not_spin(
     world: World, slow: list[tuple[Block, bytes]]
 ) -> None:
     """It looks again and again, each time after a longer pause."""
-    a, b = world["a"], world["b"]
-    b.subscribe("t")
-    world.settle()
-    a.publish("t", LARGE)
-    world.settle()
+    _, b = half_written(world)
     pauses = []
     for _ in range(8):
         pauses.append(b.mesh.next_deadline() - world.clock())
@@ -330,11 +352,7 @@ def test_what_a_publisher_wrote_before_its_death_arrives(
     world: World, slow: list[tuple[Block, bytes]]
 ) -> None:
     """The memory is there as long as somebody reads it."""
-    a, b = world["a"], world["b"]
-    b.subscribe("t")
-    world.settle()
-    a.publish("t", LARGE)
-    world.settle()
+    _, b = half_written(world)
     finish(slow)
 
     world.kill("a")
@@ -375,11 +393,7 @@ def test_what_is_dropped_while_it_is_written_is_released(
     world: World, slow: list[tuple[Block, bytes]]
 ) -> None:
     """`unsubscribe` does not wait for the publisher."""
-    a, b = world["a"], world["b"]
-    b.subscribe("t")
-    world.settle()
-    a.publish("t", LARGE)
-    world.settle()
+    a, b = half_written(world)
 
     b.unsubscribe("t")
     world.advance(0.1)
@@ -405,6 +419,34 @@ def test_who_does_not_copy_is_told_of_what_is_written(
     assert b.payloads() == world["c"].payloads() == [LARGE]
 
 
+def test_two_interrupts_leave_no_message_unwritten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one comes while the mesh puts right what the first one left."""
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    world.settle()
+    fill = Block.fill
+    interrupts = [KeyboardInterrupt(), KeyboardInterrupt()]
+
+    def interrupted(block: Block, pieces: list[tuple[int, memoryview]]) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        fill(block, pieces)
+
+    monkeypatch.setattr(Block, "fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        a.publish("t", LARGE)
+    with pytest.raises(KeyboardInterrupt):
+        a.mesh.recover()
+    a.publish("t", LARGE[::-1])
+    a.mesh.recover()
+    world.settle()
+
+    assert b.payloads() == [LARGE, LARGE[::-1]]
+    assert in_use(a) == 0
+
+
 def test_a_message_that_is_not_there_is_for_who_follows(
     world: World, slow: list[tuple[Block, bytes]]
 ) -> None:
@@ -412,17 +454,7 @@ def test_a_message_that_is_not_there_is_for_who_follows(
     a, b = world["a"], world["b"]
     subscription = b.subscribe("t", zero_copy=True)
     world.settle()
-    session = a.session(b)
-    assert a.link.lender is not None
-    block = a.link.lender.take(4000, counted=True)
-    assert block is not None
-    assert session.conn is not None
-    session.conn.lend(block.segment)
-    head = wire.HEADER.pack(
-        wire.LENT, wire.FLAG_FILLING, 0, session.number + 1, session.received
-    )
-    place = (block.segment.id, 0, 0.0, block.offset, 4000)
-    session.conn.try_send(head + wire.LENT_HEAD.pack(subscription.id, *place))
+    announce(a, b, subscription)
     world.settle()
 
     assert b.mesh.stats.malformed == 1
@@ -488,10 +520,7 @@ def test_what_has_been_written_is_found_at_once(
     world: World, slow: list[tuple[Block, bytes]]
 ) -> None:
     """By who asks for a message, however long the pause between two looks is."""
-    a, b = world["a"], world["b"]
-    b.subscribe("t")
-    world.settle()
-    a.publish("t", LARGE)
+    _, b = half_written(world)
     world.advance(1.0)
 
     finish(slow)
@@ -506,17 +535,7 @@ def test_a_counter_that_no_processor_writes_at_once_is_refused(world: World) -> 
     a, b = world["a"], world["b"]
     subscription = b.subscribe("t")
     world.settle()
-    session = a.session(b)
-    assert a.link.lender is not None
-    block = a.link.lender.take(4000, counted=True)
-    assert block is not None
-    assert session.conn is not None
-    session.conn.lend(block.segment)
-    head = wire.HEADER.pack(
-        wire.LENT, wire.FLAG_FILLING, 0, session.number + 1, session.received
-    )
-    place = (block.segment.id, 0, 0.0, block.offset + 1, 4000)
-    session.conn.try_send(head + wire.LENT_HEAD.pack(subscription.id, *place))
+    announce(a, b, subscription, skew=1)
     world.settle()
     a.publish("t", LARGE)
     world.settle()
