@@ -11,6 +11,8 @@ from mq.testing.cases import case
 from mq.testing.harness import Group, expect
 from mq.testing.waiting import PEER_TIMEOUT, STEP
 
+LARGE_BYTES = 2 << 20
+
 
 @case("Membership")
 def members_join_and_leave_at_any_time(group: Group) -> None:
@@ -316,6 +318,39 @@ def messages_of_a_killed_publisher_stay_readable(group: Group) -> None:
     c.subscribe("retained")
     b.publish("retained", "end")
     assert c.recv().payload == "end"
+
+
+def _receive_what_there_is(queue: mq.MQ) -> list[programs.Received]:
+    found: list[programs.Received] = []
+    while True:
+        try:
+            found += programs.receive(queue, 1, timeout=0)
+        except mq.RecvTimeout:
+            return found
+
+
+@case("Death", needs="separate_processes", otherwise=_closing_releases)
+def large_messages_of_a_killed_publisher_are_whole(group: Group) -> None:
+    """A prefix without a gap, and nothing of the message that it was writing."""
+    b, c = group.members("b", "c", peer_timeout=60)
+    b.subscribe("t", depth=8)
+    got: list[programs.Received] = []
+    names = [f"a{life}" for life in range(3)]
+    for life, name in enumerate(names):
+        a = group.member(name, peer_timeout=60)
+        a.begin(programs.publish_patterns, "t", [LARGE_BYTES] * 1000)
+        got += b.run(programs.receive, 3 + life)
+        a.kill()
+        got += b.run(_receive_what_there_is)
+    c.publish("t", "end")
+    got += b.run(programs.receive_until, "end")
+    got += b.run(_receive_what_there_is)
+    for name in names:
+        heard = [m for m in got if m.sender == name]
+        assert [m.sequence for m in heard] == list(range(len(heard)))
+        for number, message in enumerate(heard):
+            whole = programs.pattern(number, LARGE_BYTES)
+            assert message.digest == programs.digest(whole)
 
 
 @case("Death", needs="separate_processes", otherwise=_closing_releases)
