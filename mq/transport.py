@@ -6,10 +6,11 @@ publish/subscribe queue of the documentation. A backend is one such class; `mq.t
 proves it.
 
 **Messages.** A message on a link is a *head* (1 byte to `MAX_HEAD_BYTES`) and an
-optional *body* (1 byte to the link's `chunk_bytes`). The head is received as bytes; the
-body is received straight into memory that the mesh chose. On a link that carries
-tensors a body may also be a `Piece`: bytes on a device, at most `piece_bytes`, which
-arrive on a device of the peer's without a stop in host memory.
+optional *body* (1 byte to the link's `largest_body`). The head is received as bytes;
+the body is received straight into memory that the mesh chose, or kept in the memory in
+which the engine has it. On a link that carries tensors a body may also be a `Piece`:
+bytes on a device, at most `piece_bytes`, which arrive on a device of the peer's without
+a stop in host memory.
 
 **Promises.** On one `Conn`, messages arrive whole, in order and unaltered until the
 connection breaks. At a break any number of the last messages, in either direction, may
@@ -117,6 +118,9 @@ class Conn(ABC):
         devices: For each device whose tensors may be bodies, where at the peer they
             arrive, both as torch names them; the same for as long as both live.
         holds_piece: Whether the body that `receive` announced last is a `Piece`.
+        most_unanswered: How many bytes of bodies the mesh hands over while the peer has
+            not answered them, one body apart; None: the link bounds by itself what is
+            ahead of the wire.
     """
 
     address: str
@@ -124,6 +128,7 @@ class Conn(ABC):
     lends: ClassVar[bool] = False
     devices: Mapping[str, str] = MappingProxyType({})
     holds_piece: bool = False
+    most_unanswered: int | None = None
 
     @abstractmethod
     def try_send(
@@ -152,9 +157,10 @@ class Conn(ABC):
         """The next message's head and the size of its body in bytes (0: none).
 
         None where no message is complete enough. A body must be taken by
-        `receive_body`, `take_piece` or `discard_body` before the next `receive`. The
-        head belongs to the caller. A peer's message beyond `MAX_HEAD_BYTES` or
-        `chunk_bytes` breaks the connection (LOST) before memory for it is taken.
+        `receive_body`, `take_body`, `take_piece` or `discard_body` before the next
+        `receive`. The head belongs to the caller. A peer's message beyond
+        `MAX_HEAD_BYTES` or `largest_body` breaks the connection (LOST) before memory
+        for it is taken.
         """
 
     @abstractmethod
@@ -165,6 +171,15 @@ class Conn(ABC):
             True once the whole body is there; False: call again with the same view
             after the next READABLE.
         """
+
+    def take_body(self) -> memoryview | None:
+        """The body in the memory in which the engine has it.
+
+        Returns:
+            Writable, format 'B', of exactly the body's size, at a multiple of 8 bytes;
+            the caller's as long as a view of it exists. None: take it otherwise.
+        """
+        return None
 
     def take_piece(self) -> Piece:
         """The body, where it is a tensor: `holds_piece`."""
@@ -221,10 +236,13 @@ class Link(ABC):
 
     Attributes:
         capabilities: What this transport can do.
-        chunk_bytes: The largest body, in bytes.
+        chunk_bytes: The largest body of a message that is cut, in bytes.
         least_chunk_bytes: The size of the chunks that a message travels in, as long as
             there are few of them; larger where a message costs the link more than the
             copying of a few MiB, which at both ends goes on beside the wire.
+        whole_bytes: Messages of this size or less travel as one body, for which the
+            sender copies them together, and which `Conn.take_body` then saves from a
+            copy at the receiver. 0: that would be no gain.
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
         malformed: How many messages and connections were dropped because no member
             sends such.
@@ -242,6 +260,7 @@ class Link(ABC):
     capabilities: ClassVar[Capabilities]
     chunk_bytes: int = CHUNK_BYTES
     least_chunk_bytes: int = CHUNK_BYTES
+    whole_bytes: int = 0
     max_ahead: int = 4 * CHUNK_BYTES
     malformed: int = 0
     lender: Lender | None = None
@@ -249,6 +268,11 @@ class Link(ABC):
     member_name: str = ""
     devices: frozenset[str] = frozenset()
     piece_bytes: int = PIECE_BYTES
+
+    @property
+    def largest_body(self) -> int:
+        """Size in bytes."""
+        return max(self.chunk_bytes, self.whole_bytes)
 
     @classmethod
     def unusable(cls) -> str | None:

@@ -15,10 +15,10 @@ from mq.mesh.poller import Poller
 from mq.transport import MAX_HEAD_BYTES, Conn, What
 
 
-def mixed_messages(chunk_bytes: int) -> list[Content]:
+def mixed_messages(largest: int) -> list[Content]:
     """Messages of every kind of size, each unlike the others."""
     heads = [b"h", b"head" * 100, os.urandom(MAX_HEAD_BYTES)]
-    bodies = [b"", b"b", os.urandom(70_000), os.urandom(chunk_bytes), b""]
+    bodies = [b"", b"b", os.urandom(70_000), os.urandom(largest), b""]
     return [
         (index.to_bytes(4, "big") + head, body)
         if len(head) < MAX_HEAD_BYTES
@@ -34,7 +34,7 @@ def keeps_messages_whole_and_in_order(make: MakeLink) -> None:
     """Messages of every size arrive whole, unaltered and in order, both ways."""
     with World(make) as world:
         dialled, accepted = world.connect()
-        messages = mixed_messages(world.members[0].link.chunk_bytes) * 3
+        messages = mixed_messages(world.members[0].link.largest_body) * 3
         for head, body in messages:
             world.send(dialled, head, body)
             world.send(accepted, head, body)
@@ -89,7 +89,7 @@ def discards_a_body(make: MakeLink) -> None:
     with World(make) as world:
         dialled, accepted = world.connect()
         world.members[1].reading = False
-        chunk = bytes(world.members[0].link.chunk_bytes)
+        chunk = bytes(world.members[0].link.largest_body)
         assert dialled.try_send(b"one", memoryview(chunk))
         assert dialled.try_send(b"two", memoryview(b"2"))
         heads: list[tuple[bytes, int]] = []

@@ -40,6 +40,7 @@ class ScriptedConn(Conn):
     def __init__(self, link: ScriptedLink, address: str) -> None:
         self.link = link
         self.address = address
+        self.most_unanswered = link.most_unanswered
         self.other: ScriptedConn | None = None
         self.flight: deque[Parcel] = deque()
         self.arrived: deque[Parcel] = deque()
@@ -136,6 +137,14 @@ class ScriptedConn(Conn):
         self._body = None
         return True
 
+    def take_body(self) -> memoryview | None:
+        body = self._body
+        assert isinstance(body, bytes), "asked for a tensor's bytes"
+        if not self.link.whole_bytes:
+            return None
+        self._body = None
+        return memoryview(bytearray(body))
+
     def take_piece(self) -> Piece:
         body, self._body = self._body, None
         assert isinstance(body, Piece), "asked for a tensor that is none"
@@ -170,6 +179,8 @@ class ScriptedLink(Link):
         capacity: Messages that a connection takes before `try_send` refuses.
         pieces: In how many pieces each body arrives.
         abrupt: Whether `Conn.close` throws away what is still in flight.
+        whole_bytes: With any, bodies can be kept where they are.
+        most_unanswered: Of its connections.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(reach="process")
@@ -183,8 +194,12 @@ class ScriptedLink(Link):
         lender: Lender | None = None,
         devices: frozenset[str] = frozenset(),
         piece_bytes: int = PIECE_BYTES,
+        whole_bytes: int = 0,
+        most_unanswered: int | None = None,
     ) -> None:
         self.net = net
+        self.whole_bytes = whole_bytes
+        self.most_unanswered = most_unanswered
         self.devices = devices
         self.piece_bytes = piece_bytes
         self.lender = lender

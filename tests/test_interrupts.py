@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from world import Got, Member, World
+from world import WHOLE_BYTES, Got, Member, World
 
 from mq.errors import MessagesLost
 from mq.lending import BLOCK_BYTES
@@ -124,7 +124,9 @@ def large(seed: int, nbytes: int = 1536) -> bytes:
 AREAS = (768,)
 """The part of large messages that is on a device, where any is."""
 RETAINED = large(2)
-PAYLOADS = [b"one", large(1), b"two", b"three", RETAINED, b"four", b"five", large(3)]
+LARGEST = large(3, 1792)
+assert len(RETAINED) <= WHOLE_BYTES < len(LARGEST)
+PAYLOADS = [b"one", large(1), b"two", b"three", RETAINED, b"four", b"five", LARGEST]
 
 
 def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None:
@@ -132,7 +134,8 @@ def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None
 
     Member `a` publishes to `b` and `c`, which are keep-all with little depth, and to
     `d`, which keeps the last. All that `a` and `b` do in the mesh is interrupted. Where
-    memory is lent, `b` and `c` follow another topic, too, while it is written.
+    memory is lent, `b` and `c` follow another topic, too, while it is written; where it
+    is not and all are in host memory, all large messages but one travel as one body.
 
     Args:
         lends: Bytes of memory that each member but `d` lends to the others.
@@ -145,6 +148,7 @@ def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None
         "c",
         lends=dict.fromkeys("abce", lends) if lends else None,
         carries=dict.fromkeys("abd" * devices, 1),
+        wholes="" if lends or devices else "ab",
     )
     a, b, c = (world[name] for name in "abc")
     scenario = Scenario(world)

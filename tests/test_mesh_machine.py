@@ -64,7 +64,9 @@ class MeshMachine(RuleBasedStateMachine):
         super().__init__()
         lends = {"a": 1 << 20, "b": 3 * BLOCK_BYTES, "d": BLOCK_BYTES}
         carries = {"a": 2, "b": 1, "c": 2, "e": 2}
-        self.world = World(peer_timeout=PEER_TIMEOUT, lends=lends, carries=carries)
+        self.world = World(
+            peer_timeout=PEER_TIMEOUT, lends=lends, carries=carries, wholes="bce"
+        )
         self.published: dict[tuple[str, str], list[bytes]] = defaultdict(list)
         self.readings: dict[tuple[str, str], Reading] = {}
         self.gaps: dict[tuple[str, str], int] = defaultdict(int)

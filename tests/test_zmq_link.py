@@ -27,12 +27,15 @@ MALFORMED = {
     "half a size": [b"\4\0", b"body"],
     "a body of no bytes": [b"head\0\0\0\0", b""],
     "a body that is too large": [
-        b"head" + (ZmqLink.chunk_bytes + 1).to_bytes(4, "little"),
-        bytes(ZmqLink.chunk_bytes + 1),
+        b"head" + (ZmqLink.whole_bytes + 1).to_bytes(4, "little"),
+        bytes(ZmqLink.whole_bytes + 1),
     ],
     "a body shorter than its size": [b"head\4\0\0\0", b"abc"],
     "a body longer than its size": [b"head\4\0\0\0", b"abcde"],
     "a part too many": [b"head\4\0\0\0", b"abcd", b"more"],
+    "a large body shorter than its size": [b"head\0\1\1\0", bytes(0x100FF)],
+    "a large body longer than its size": [b"head\0\1\1\0", bytes(0x10101)],
+    "a part too many after a large body": [b"head\0\1\1\0", bytes(0x10100), b"more"],
     "hundreds of parts": [b"head"] * 500,
 }
 

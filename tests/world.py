@@ -30,6 +30,10 @@ HEADER_BYTES = ALIGNMENT
 
 PIECE_BYTES = 300
 """The same of bodies that are tensors."""
+WHOLE_BYTES = 1600
+"""Messages up to this size are one body, where links are made for that."""
+MOST_UNANSWERED = 2000
+"""What such links have under way at most, and one body."""
 DEVICES = ("device:0", "device:1")
 """What the tensors of messages are said to be on; they are on the CPU."""
 
@@ -107,6 +111,8 @@ class Member:
             lender=lender,
             devices=frozenset(DEVICES[: world.carries.get(name, 0)]),
             piece_bytes=world.piece_bytes,
+            whole_bytes=WHOLE_BYTES if name in world.wholes else 0,
+            most_unanswered=MOST_UNANSWERED if name in world.wholes else None,
         )
         self.landed = 0
         self.viewing = False
@@ -283,6 +289,7 @@ class World:
         lends: Members whose messages others of them read in place, and how many bytes
             of memory each has for that.
         carries: Of how many of `DEVICES` tensors travel from and to each member.
+        wholes: Members whose links carry messages as one body.
     """
 
     def __init__(
@@ -290,9 +297,11 @@ class World:
         *names: str,
         lends: Mapping[str, int] | None = None,
         carries: Mapping[str, int] | None = None,
+        wholes: str = "",
         **options: object,
     ) -> None:
         self.net = ScriptedNet()
+        self.wholes = wholes
         self.lends = lends or {}
         self.carries = carries or {}
         self.poller = Poller()

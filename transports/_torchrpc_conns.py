@@ -249,11 +249,10 @@ class RpcConn(Conn):
         link = self._link
         if self.promise is not None:
             self.promise.heard = True
-        nbytes = None
-        if unwrap(bodies, link.devices, link.piece_bytes):
-            nbytes = size_of(heads, bodies, link.chunk_bytes)
+        known = unwrap(bodies, link.devices, link.piece_bytes)
+        nbytes = size_of(heads, bodies, link.chunk_bytes) if known else None
         if nbytes is None or type(sequence) is not int:
-            self._link.malformed += 1
+            link.malformed += 1
             self.fail("the peer sent what no member does")
             return calls.done(False)
         answer = None
@@ -262,11 +261,11 @@ class RpcConn(Conn):
             if self.closed:
                 return calls.done(False)
             self._backlog += nbytes
-            if self._backlog > self._link.max_ahead:
+            if self._backlog > link.max_ahead:
                 answer = calls.Future[bool]()
                 self._held.append(answer)
             self._arrived.append((sequence, heads, bodies))
-        self._link.notice(self)
+        link.notice(self)
         return answer or calls.done(True)
 
     def _sort(self) -> bool:
@@ -284,11 +283,10 @@ class RpcConn(Conn):
             return None
         head, self._body = self._inbox.popleft()
         nbody = 0 if self._body is None else len(self._body)
-        held: list[Any] = []
         with self._lock:
             self._backlog -= len(head) + weight(self._body)
-            if self._held and 2 * self._backlog <= self._link.max_ahead:
-                held, self._held = self._held, held
+            room = 2 * self._backlog <= self._link.max_ahead
+            held, self._held = (self._held, []) if room else ([], self._held)
         self._answer(held, True)
         return head, nbody
 
@@ -298,15 +296,20 @@ class RpcConn(Conn):
                 future.set_result(value)
 
     def receive_body(self, into: memoryview) -> bool:
-        body = self._body
+        body, self._body = self._body, None
         if body is None:
             return False
-        if isinstance(body, bytes):
-            into[:] = body
-        else:  # NumPy copies without the GIL, which the next call needs
-            np.frombuffer(into, np.uint8)[:] = body.numpy()
-        self._body = None
+        content = body if isinstance(body, bytes) else body.numpy()
+        # NumPy copies without the GIL, which the next call needs.
+        np.frombuffer(into, np.uint8)[:] = np.frombuffer(content, np.uint8)
         return True
+
+    def take_body(self) -> memoryview | None:
+        body = self._body
+        if body is None or isinstance(body, bytes | Piece):
+            return None
+        self._body = None
+        return memoryview(body.numpy())
 
     @property
     def holds_piece(self) -> bool:  # type: ignore[override]

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from mq.transport import LINGER_SECONDS, MAX_HEAD_BYTES, Conn, Event, What
+from mq.transport import (
+    CHUNK_BYTES,
+    LINGER_SECONDS,
+    MAX_HEAD_BYTES,
+    Conn,
+    Event,
+    What,
+)
 
 if TYPE_CHECKING:
     from transports.zmq import ZmqLink
@@ -27,6 +34,9 @@ BURST = 32
 """Messages taken from one socket before the others have their turn."""
 SIZE_BYTES = 4
 """Bytes in which a head tells the size of its body."""
+_TOGETHER_BYTES = 8192
+"""The engine reads so much at a time; what has come together then lies in one piece of
+memory, each message at any address. Larger ones have memory of their own."""
 
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
@@ -142,6 +152,8 @@ class ZmqConn(Conn):
     """What both ends of a connection share: the parts of a message."""
 
     keeps_body = True
+    # The engine counts messages, not bytes, and the wire may be slow.
+    most_unanswered = 8 * CHUNK_BYTES
 
     def __init__(self, port: Port, address: str) -> None:
         self.address = address
@@ -213,7 +225,7 @@ class ZmqConn(Conn):
         if more and head:
             nbytes = int.from_bytes(head[-SIZE_BYTES:], "little")
             head = head[:-SIZE_BYTES]
-            if not head or not 0 < nbytes <= port.link.chunk_bytes:
+            if not head or not 0 < nbytes <= port.link.largest_body:
                 self._malformed(f"a body of {nbytes} bytes")
                 return None
         if not 0 < len(head) <= MAX_HEAD_BYTES:
@@ -232,12 +244,25 @@ class ZmqConn(Conn):
             self.fail("the peer closed the connection", finished=True)
 
     def receive_body(self, into: memoryview) -> bool:
+        if self.finished:  # `take_body` has found something else
+            return False
+        arrived = self.port.socket.recv_into(into, flags=NOW)
+        self.port.stale()
+        return self._is_body(arrived, self.port.more())
+
+    def take_body(self) -> memoryview | None:
+        if self.body_nbytes <= _TOGETHER_BYTES:
+            return None
+        frame = self.port.receive_frame()
+        body = frame.buffer
+        return body if self._is_body(len(body), frame.more) else None
+
+    def _is_body(self, arrived: int, more: bool) -> bool:
+        """Whether what came is the body that its head announced, and all of it."""
         port = self.port
         port.link.keep(port)
         announced, self.body_nbytes = self.body_nbytes, 0
-        arrived = port.socket.recv_into(into, flags=NOW)
-        port.stale()
-        if arrived != announced or port.more():
+        if arrived != announced or more:
             self._malformed(f"a body unlike the {announced} bytes it announced")
             return False
         port.current = None

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mq.lending import Block
 
 CHUNKS_PER_ANSWER: Final = 4
+ANSWERED_PART: Final = 0.25
+"""Of what may be under way without an answer: what is beyond is answered at once."""
 
 
 class Backlog:
@@ -39,6 +41,8 @@ class Backlog:
         lends: Whether large messages are lent to the peer in place of sent.
         devices: Whose tensors travel to the peer, and where they arrive there; None
             before the first connection.
+        most_unanswered: How many bytes of bodies may be under way without an answer;
+            None: any.
     """
 
     def __init__(self, take: Take) -> None:
@@ -52,6 +56,7 @@ class Backlog:
         self.batch_at: float | None = None
         self.lends = False
         self.devices: dict[str, str] | None = None
+        self.most_unanswered: int | None = None
 
     # -- queueing ----------
 
@@ -105,6 +110,8 @@ class Backlog:
                 if parts:
                     break
                 busy.rotate(-1)
+                if self._is_ahead():
+                    continue
                 if self.lends and message.data.block is not None:
                     self._append_lent(feed, message, message.data, message.data.block)
                 else:
@@ -131,6 +138,13 @@ class Backlog:
         self.batches_unanswered += 1
         self.batch_at = None
         return True
+
+    def _is_ahead(self, part: float = 1.0) -> bool:
+        """Whether this part of what may be under way without an answer is."""
+        most = self.most_unanswered
+        if most is None:
+            return False
+        return sum(frame.body_nbytes for frame in self.frames) >= part * most
 
     def _append_lent(
         self, feed: Feed, message: Outgoing, large: Large, block: Block
@@ -176,7 +190,8 @@ class Backlog:
         flags = wire.FLAG_LAST if last else 0
         if chunk.piece is not None:
             flags |= wire.FLAG_TENSOR
-        if last or (index + 1) % CHUNKS_PER_ANSWER == 0:
+        every = (index + 1) % CHUNKS_PER_ANSWER == 0
+        if last or every or self._is_ahead(ANSWERED_PART):
             flags |= wire.FLAG_ANSWER
         self._append(
             Frame(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mq.mesh import wire
 from mq.mesh.feed import Feed
 from mq.mesh.large import Large
 
@@ -44,3 +45,11 @@ class Frame:
         self.large = large
         self.chunk = chunk
         self.sent_before = False
+
+    @property
+    def body_nbytes(self) -> int:
+        """Size of the body in host memory; 0: there is none."""
+        if self.large is None or self.kind == wire.LENT:
+            return 0
+        chunk = self.large.chunks[self.chunk]
+        return 0 if chunk is None or chunk.view is None else len(chunk.view)

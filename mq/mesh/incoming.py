@@ -299,6 +299,7 @@ class Source:
         limit: int,
         take: Take,
         sizes: tuple[int, ...] = (),
+        body: memoryview | None = None,
     ) -> memoryview | None:
         """Put a chunk's first part in its place; where the body of `nbytes` goes.
 
@@ -307,6 +308,7 @@ class Source:
         Args:
             nbytes: Of a body in host memory.
             sizes: Of the message's areas on devices.
+            body: All of the message, which stays where it is.
 
         Raises:
             Malformed: The chunk does not fit to those before it, or to the limits.
@@ -314,6 +316,8 @@ class Source:
         if chunk.sequence <= self.newest:
             return None
         stream = self._stream
+        if body is not None:
+            stream, take = None, lambda nbytes: body
         if chunk.offset == 0 and (stream is None or stream.sequence != chunk.sequence):
             self._check_credit(chunk.sequence)
             if chunk.total > limit:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from mq.buffers import copy
 from mq.frames import align
 from mq.transport import CHUNK_BYTES, PIECE_BYTES
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from mq.devices import Piece
     from mq.frames import Frames
     from mq.lending import Block
+    from mq.transport import Link
 
 INLINE_BYTES: Final = 32 * 1024
 """Messages up to this size travel in batches; larger ones in chunks of their own."""
@@ -182,22 +184,59 @@ class Large:
             self.chunks[index] = None
 
 
-def cut(
-    frames: Frames,
-    chunk_bytes: int,
-    least: int = CHUNK_BYTES,
-    piece_bytes: int = PIECE_BYTES,
-) -> Large:
-    """Cut an area into chunks: slices of its large pieces, small ones with the next.
+class Cutting(NamedTuple):
+    """How messages are cut, so that every link carries what comes out.
 
-    Args:
+    Attributes:
         chunk_bytes: What the links carry. Only messages of many times that size are cut
             so coarsely: several chunks must be under way for the copies at both ends to
             overlap, and another topic's message waits for one of them.
-        least: The size of the chunks of smaller messages.
+        least_chunk_bytes: The size of the chunks of smaller messages.
         piece_bytes: The size of tensors, all but the last of an area.
+        whole_bytes: Messages up to this size are one chunk.
     """
-    chunk_bytes = _usual(frames.nbytes, chunk_bytes, least)
+
+    chunk_bytes: int
+    least_chunk_bytes: int = CHUNK_BYTES
+    piece_bytes: int = PIECE_BYTES
+    whole_bytes: int = 0
+
+    @classmethod
+    def of(cls, links: Iterable[Link]) -> Cutting:
+        """What suits all of these links."""
+        chunk_bytes = min(link.chunk_bytes for link in links)
+        return cls(
+            chunk_bytes,
+            min(chunk_bytes, *(link.least_chunk_bytes for link in links)),
+            min(link.piece_bytes for link in links),
+            min(link.whole_bytes for link in links),
+        )
+
+
+def whole(frames: Frames, take: Take) -> Large:
+    """An area as one chunk, in memory of the pool.
+
+    Its receiver can keep it in the memory in which it arrives, as nothing has to be put
+    together there.
+    """
+    area = take(frames.nbytes)
+    end = 0
+    for start, piece in frames.segments():
+        area[end:start] = bytes(start - end)
+        end = start + len(piece)
+        copy(piece, area[start:end], frames.nbytes)
+    area[end:] = bytes(len(area) - end)
+    chunk = Chunk(0, b"", area)
+    chunk.owned = True
+    large = Large(frames.nbytes, [chunk])
+    large.owned = True
+    return large
+
+
+def cut(frames: Frames, cutting: Cutting) -> Large:
+    """Cut an area into chunks: slices of its large pieces, small ones with the next."""
+    least = cutting.least_chunk_bytes
+    chunk_bytes = _usual(frames.nbytes, cutting.chunk_bytes, least)
     chunks: list[Chunk | None] = []
     gathered = min(GATHER_BYTES, chunk_bytes)
     offset, part = 0, b""
@@ -222,7 +261,7 @@ def cut(
         return Large(frames.nbytes, chunks)
     for index, area in enumerate(frames.areas):
         start = 0
-        for piece in area.pieces(piece_bytes):
+        for piece in area.pieces(cutting.piece_bytes):
             if not part:
                 offset = frames.nbytes
             chunks.append(Chunk(offset, part, None, piece, index, start))

@@ -20,7 +20,7 @@ from mq.mesh.config import Config
 from mq.mesh.dial import Dial
 from mq.mesh.greeting import Greetings
 from mq.mesh.handshake import Greeting
-from mq.mesh.large import Take
+from mq.mesh.large import Cutting, Take
 from mq.mesh.liveness import Liveness
 from mq.mesh.publisher import Publisher
 from mq.mesh.reader import Reader
@@ -61,10 +61,7 @@ class Mesh:
         self.clock = clock
         self._take = take
         self.stats = MeshStats()
-        chunk_bytes = min(link.chunk_bytes for link in links)
-        least = min(chunk_bytes, *(link.least_chunk_bytes for link in links))
-        piece_bytes = min(link.piece_bytes for link in links)
-        self.publisher = Publisher(take, chunk_bytes, least, piece_bytes)
+        self.publisher = Publisher(take, Cutting.of(links))
         returns = Returns(lambda: self.wake())
         self.subscriber = Subscriber(take, config.max_message_bytes, returns)
         self.sessions: dict[str, Session] = {}

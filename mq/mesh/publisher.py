@@ -9,7 +9,7 @@ from mq.errors import CodecError, MessageTooLarge
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.feed import Feed
-from mq.mesh.large import INLINE_BYTES, Large, Take, cut
+from mq.mesh.large import INLINE_BYTES, Cutting, Large, Take, cut, whole
 from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.poller import cores
 from mq.mesh.wire import Malformed, Subscribe, Subscribed
@@ -28,14 +28,10 @@ MAX_FEEDS_PER_PEER = 65536
 class Publisher:
     """Topics of this member and the feeds of their subscribers."""
 
-    def __init__(
-        self, take: Take, chunk_bytes: int, least_chunk_bytes: int, piece_bytes: int
-    ) -> None:
+    def __init__(self, take: Take, cutting: Cutting) -> None:
         self.topics: dict[str, Topic] = {}
         self._take = take
-        self._chunk_bytes = chunk_bytes
-        self._least_chunk_bytes = least_chunk_bytes
-        self._piece_bytes = piece_bytes
+        self._cutting = cutting
         self._to_fill: tuple[Block, Frames] | None = None
 
     def topic(self, name: str) -> Topic:
@@ -100,13 +96,17 @@ class Publisher:
         """
         data: bytes | Large
         if block is not None:
-            data = Large(frames.nbytes, [], block, self._chunk_bytes)
+            data = Large(frames.nbytes, [], block, self._cutting.chunk_bytes)
         elif frames.nbytes <= INLINE_BYTES and not frames.areas:
             data = frames.pack()
+        elif (
+            frames.nbytes <= self._cutting.whole_bytes
+            and topic.feeds
+            and not frames.areas
+        ):
+            data = whole(frames, self._take)
         else:
-            data = cut(
-                frames, self._chunk_bytes, self._least_chunk_bytes, self._piece_bytes
-            )
+            data = cut(frames, self._cutting)
             if retain:
                 data.own(self._take, range(len(data.chunks)))
         self.fill()  # an earlier one, if two interrupts have kept it from being written
@@ -178,7 +178,7 @@ class Publisher:
     def fill_pieces(self, frames: Frames) -> None:
         """Copy what is on devices, which `publish` would do else."""
         for area in frames.areas:
-            area.pieces(self._piece_bytes)
+            area.pieces(self._cutting.piece_bytes)
 
     def carried(self, topic: Topic) -> set[str] | None:
         """Devices whose tensors some subscriber gets from there; None: there is none.

@@ -196,11 +196,16 @@ class Reader:
     ) -> None:
         if not nbody and not chunk.part:
             raise Malformed("chunk of nothing")
-        place = self._subscriber.place(session, chunk, nbody, sizes)
+        body = None
+        if nbody == chunk.total and not (chunk.offset or chunk.part):
+            body = conn.take_body()
+        place = self._subscriber.place(session, chunk, nbody, sizes, body)
         if place is None:
-            if nbody:
+            if nbody and body is None:
                 conn.discard_body()
             self._received(session, number, flags, now)
+        elif body is not None:
+            self._placed(session, chunk, nbody, flags, number, now)
         elif nbody:
             session.partial = (chunk, flags, number, place)
             self._finish_body(session, conn, now)

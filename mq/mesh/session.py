@@ -136,6 +136,7 @@ class Session(Backlog):
         self.repair()
         self.conn = conn
         self.lends = conn.lends
+        self.most_unanswered = conn.most_unanswered
         self.devices = dict(conn.devices)
         self.wire = conn.address
         self.sent = 0

@@ -233,16 +233,18 @@ class Subscriber:
         chunk: Chunk,
         nbytes: int,
         sizes: tuple[int, ...] = (),
+        body: memoryview | None = None,
     ) -> memoryview | None:
         """Where the body of a chunk goes; None if nobody wants the chunk.
 
         Args:
             sizes: Of the message's areas on devices.
+            body: All of the message, to be kept where it is.
         """
         source = self._source(session, chunk.subscription)
         if source is None:
             return None
-        return source.place(chunk, nbytes, self._limit, self._take, sizes)
+        return source.place(chunk, nbytes, self._limit, self._take, sizes, body)
 
     def land(self, session: Session, place: wire.Piece, piece: Piece) -> None:
         """A tensor has arrived, for which there was a place."""

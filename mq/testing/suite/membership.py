@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import mq
@@ -322,11 +323,10 @@ def messages_of_a_killed_publisher_stay_readable(group: Group) -> None:
 
 def _receive_what_there_is(queue: mq.MQ) -> list[programs.Received]:
     found: list[programs.Received] = []
-    while True:
-        try:
+    with contextlib.suppress(mq.RecvTimeout):
+        while True:
             found += programs.receive(queue, 1, timeout=0)
-        except mq.RecvTimeout:
-            return found
+    return found
 
 
 @case("Death", needs="separate_processes", otherwise=_closing_releases)

@@ -1,0 +1,167 @@
+"""Messages that travel as one body, which stays in the memory in which it arrives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from world import WHOLE_BYTES, Member, World
+
+from mq.codec import Codec
+from mq.mesh import wire
+from mq.mesh.large import whole
+from mq.transport import Conn
+
+LARGE = bytes(range(250)) * 6
+TOO_LARGE = LARGE * 2
+assert len(LARGE) <= WHOLE_BYTES < len(TOO_LARGE)
+
+
+@pytest.fixture(autouse=True)
+def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
+
+
+def subscribed(wholes: str = "ab", **options: object) -> tuple[World, Member, Member]:
+    """A publisher `a`, and `b` that is subscribed to two topics."""
+    world = World("a", "b", wholes=wholes, **options)
+    for topic in ("t", "u"):
+        world["b"].subscribe(topic)
+    world.settle()
+    return world, world["a"], world["b"]
+
+
+def chunks_under_way(world: World) -> list[wire.Chunk]:
+    """Heads of what was sent by `a` and did not arrive."""
+    (conn,) = world.net.between(world["a"].link, world["b"].link)
+    heads = [memoryview(head) for head, _ in conn.flight if head[0] == wire.CHUNK]
+    return list(map(wire.parse_chunk, heads))
+
+
+def test_a_message_is_one_body_and_stays_where_it_arrives() -> None:
+    """The sender copies it once, and the receiver takes no memory."""
+    world, a, b = subscribed()
+    assert a.publish("t", LARGE)
+    (chunk,) = chunks_under_way(world)
+    world.settle()
+
+    assert (chunk.offset, bytes(chunk.part), chunk.total) == (0, b"", len(LARGE))
+    assert b.payloads() == [LARGE]
+    assert a.taken == [len(LARGE)]
+    assert b.taken == []
+
+
+def test_a_larger_message_is_cut() -> None:
+    """Into bodies of the usual size, for which the receiver takes memory."""
+    world, a, b = subscribed()
+    assert a.publish("t", TOO_LARGE)
+    world.settle()
+
+    assert b.payloads() == [TOO_LARGE]
+    assert b.taken == [len(TOO_LARGE)]
+
+
+def test_who_cannot_keep_a_body_copies_it() -> None:
+    """What the sender's links can do says nothing of the receiver's."""
+    world, a, b = subscribed(wholes="a")
+    assert a.publish("t", LARGE)
+    world.settle()
+
+    assert b.payloads() == [LARGE]
+    assert b.taken == [len(LARGE)]
+
+
+def test_what_nobody_gets_is_not_copied() -> None:
+    """And what a later subscriber gets is."""
+    world, a, _ = subscribed()
+    assert a.publish("nobody's", LARGE)
+    before = list(a.taken)
+    assert a.publish("kept", LARGE, retain=True)
+    c = world.join("c")
+    c.subscribe("kept")
+    world.settle()
+
+    assert before == []
+    assert c.payloads() == [LARGE]
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_a_body_that_was_lost_is_sent_again(lost: int) -> None:
+    """Each message once and in order, whatever a break has swallowed."""
+    world, a, b = subscribed()
+    messages = [LARGE, b"small", LARGE[::-1]]
+    for message in messages:
+        assert a.publish("t", message)
+    world.cut("a", "b", lose_one=lost)
+    world.advance(5.0)
+
+    assert b.payloads() == messages
+
+
+def test_a_body_that_comes_twice_is_dropped() -> None:
+    """By the number of its frame, before it is looked at."""
+    world, a, b = subscribed()
+    (conn,) = world.net.between(a.link, b.link)
+    assert a.publish("t", LARGE)
+    conn.flight.append(conn.flight[-1])
+    world.settle()
+
+    assert b.payloads() == [LARGE]
+    assert b.session(a).stats.duplicate_frames == 1
+
+
+def test_a_body_that_nobody_wants_any_more_is_dropped() -> None:
+    """It was under way when the subscription ended."""
+    world, a, b = subscribed()
+    assert a.publish("t", LARGE)
+    b.unsubscribe("t")
+    assert a.publish("u", LARGE)
+    world.settle()
+
+    assert b.payloads() == [LARGE]
+
+
+def test_a_body_beyond_the_limit_breaks_the_connection() -> None:
+    """As a chunk of such a message does."""
+    world, a, b = subscribed(max_message_bytes=2000)
+    session = a.session(b)
+    (subscription,) = (f for f, feed in session.feeds.items() if feed.topic.name == "t")
+    head = wire.HEADER.pack(wire.CHUNK, 2, 0, session.number + 1, session.received)
+    head += wire.CHUNK_HEAD.pack(subscription, 0, 0, 0.0, 3000, 0)
+    assert isinstance(session.conn, Conn)
+    session.conn.try_send(head, memoryview(bytes(3000)))
+    world.settle()
+    assert a.publish("t", LARGE)
+    world.settle()
+
+    assert b.mesh.stats.malformed == 1
+    assert b.payloads() == [LARGE]
+
+
+def test_not_more_is_under_way_than_the_peer_answers() -> None:
+    """The rest waits, and small messages of other topics pass it."""
+    world, a, b = subscribed()
+    for number in range(5):
+        assert a.publish("t", LARGE[number:])
+    under_way = len(chunks_under_way(world))
+    assert a.publish("u", b"small")
+    a.mesh.pump(world.clock(), flush=True)
+    world.net.deliver_all()
+    b.mesh.poll()
+    first = b.payloads()
+    world.settle()
+
+    assert under_way == 2
+    assert first == [LARGE, LARGE[1:], b"small"]
+    assert b.payloads() == [LARGE[number:] for number in range(2, 5)]
+
+
+def test_a_whole_message_is_what_its_parts_are_together() -> None:
+    """Its pads are zero, whatever the memory held before."""
+    payload = [np.arange(n, dtype=np.uint8) for n in (3, 0, 64, 100)], "text"
+    frames = Codec().encode(payload)
+    large = whole(frames, lambda nbytes: memoryview(bytearray(b"\xaa" * nbytes)))
+    (chunk,) = large.chunks
+
+    assert chunk is not None
+    assert chunk.view == frames.pack()
+    assert large.owned
