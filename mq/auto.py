@@ -41,7 +41,6 @@ class AutoLink(Link):
         self._wire = wire
         self.lender = self._links[0].lender
         self.chunk_bytes = min(link.chunk_bytes for link in self._links)
-        self.whole_bytes = min(link.whole_bytes for link in self._links)
         self.max_ahead = min(link.max_ahead for link in self._links)
 
     @property

@@ -6,8 +6,8 @@ publish/subscribe queue of the documentation. A backend is one such class; `mq.t
 proves it.
 
 **Messages.** A message on a link is a *head* (1 byte to `MAX_HEAD_BYTES`) and an
-optional *body* (1 byte to the link's `largest_body`). The head is received as bytes;
-the body is received straight into memory that the mesh chose, or kept in the memory in
+optional *body* (1 byte to the link's `chunk_bytes`). The head is received as bytes; the
+body is received straight into memory that the mesh chose, or kept in the memory in
 which the engine has it. On a link that carries tensors a body may also be a `Piece`:
 bytes on a device, at most `piece_bytes`, which arrive on a device of the peer's without
 a stop in host memory.
@@ -118,6 +118,12 @@ class Conn(ABC):
         devices: For each device whose tensors may be bodies, where at the peer they
             arrive, both as torch names them; the same for as long as both live.
         holds_piece: Whether the body that `receive` announced last is a `Piece`.
+        whole_bytes: How large a body may be without harm to the connection's other
+            messages and to the signs of life between them. Messages up to this size
+            that would be cut travel as one body, for which the sender copies them
+            together, if all who get them have such a connection; larger ones are cut as
+            coarsely as both this and `Link.chunk_bytes` allow. The link takes in such a
+            body on any connection. 0: all are cut as the link says.
         most_unanswered: How many bytes of bodies the mesh hands over while the peer has
             not answered them, one body apart; None: the link bounds by itself what is
             ahead of the wire.
@@ -128,6 +134,7 @@ class Conn(ABC):
     lends: ClassVar[bool] = False
     devices: Mapping[str, str] = MappingProxyType({})
     holds_piece: bool = False
+    whole_bytes: int = 0
     most_unanswered: int | None = None
 
     @abstractmethod
@@ -159,7 +166,7 @@ class Conn(ABC):
         None where no message is complete enough. A body must be taken by
         `receive_body`, `take_body`, `take_piece` or `discard_body` before the next
         `receive`. The head belongs to the caller. A peer's message beyond
-        `MAX_HEAD_BYTES` or `largest_body` breaks the connection (LOST) before memory
+        `MAX_HEAD_BYTES` or the largest body breaks the connection (LOST) before memory
         for it is taken.
         """
 
@@ -176,8 +183,9 @@ class Conn(ABC):
         """The body in the memory in which the engine has it.
 
         Returns:
-            Writable, format 'B', of exactly the body's size, at a multiple of 8 bytes;
-            the caller's as long as a view of it exists. None: take it otherwise.
+            Writable, contiguous, format 'B', of exactly the body's size and aligned to
+            64 bytes, as arrays in it must be; nobody else's, as long as a view of it
+            exists. None: take it otherwise.
         """
         return None
 
@@ -236,13 +244,10 @@ class Link(ABC):
 
     Attributes:
         capabilities: What this transport can do.
-        chunk_bytes: The largest body of a message that is cut, in bytes.
+        chunk_bytes: The largest body, in bytes, but for `Conn.whole_bytes`.
         least_chunk_bytes: The size of the chunks that a message travels in, as long as
             there are few of them; larger where a message costs the link more than the
             copying of a few MiB, which at both ends goes on beside the wire.
-        whole_bytes: Messages of this size or less travel as one body, for which the
-            sender copies them together, and which `Conn.take_body` then saves from a
-            copy at the receiver. 0: that would be no gain.
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
         malformed: How many messages and connections were dropped because no member
             sends such.
@@ -260,7 +265,6 @@ class Link(ABC):
     capabilities: ClassVar[Capabilities]
     chunk_bytes: int = CHUNK_BYTES
     least_chunk_bytes: int = CHUNK_BYTES
-    whole_bytes: int = 0
     max_ahead: int = 4 * CHUNK_BYTES
     malformed: int = 0
     lender: Lender | None = None
@@ -268,11 +272,6 @@ class Link(ABC):
     member_name: str = ""
     devices: frozenset[str] = frozenset()
     piece_bytes: int = PIECE_BYTES
-
-    @property
-    def largest_body(self) -> int:
-        """Size in bytes."""
-        return max(self.chunk_bytes, self.whole_bytes)
 
     @classmethod
     def unusable(cls) -> str | None:

@@ -34,7 +34,7 @@ def keeps_messages_whole_and_in_order(make: MakeLink) -> None:
     """Messages of every size arrive whole, unaltered and in order, both ways."""
     with World(make) as world:
         dialled, accepted = world.connect()
-        messages = mixed_messages(world.members[0].link.largest_body) * 3
+        messages = mixed_messages(world.members[0].link.chunk_bytes) * 3
         for head, body in messages:
             world.send(dialled, head, body)
             world.send(accepted, head, body)
@@ -89,7 +89,7 @@ def discards_a_body(make: MakeLink) -> None:
     with World(make) as world:
         dialled, accepted = world.connect()
         world.members[1].reading = False
-        chunk = bytes(world.members[0].link.largest_body)
+        chunk = bytes(world.members[0].link.chunk_bytes)
         assert dialled.try_send(b"one", memoryview(chunk))
         assert dialled.try_send(b"two", memoryview(b"2"))
         heads: list[tuple[bytes, int]] = []

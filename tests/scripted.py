@@ -13,7 +13,9 @@ from typing import ClassVar
 
 from mq.borrowing import Mapping
 from mq.devices import Piece
+from mq.frames import ALIGNMENT
 from mq.lending import Lender
+from mq.mappings import address
 from mq.mesh import wire
 from mq.mesh.poller import Poller
 from mq.segments import Segment
@@ -40,6 +42,7 @@ class ScriptedConn(Conn):
     def __init__(self, link: ScriptedLink, address: str) -> None:
         self.link = link
         self.address = address
+        self.whole_bytes = link.whole_bytes
         self.most_unanswered = link.most_unanswered
         self.other: ScriptedConn | None = None
         self.flight: deque[Parcel] = deque()
@@ -143,7 +146,10 @@ class ScriptedConn(Conn):
         if not self.link.whole_bytes:
             return None
         self._body = None
-        return memoryview(bytearray(body))
+        area = memoryview(bytearray(len(body) + ALIGNMENT))
+        start = -address(area) % ALIGNMENT
+        area[start : start + len(body)] = body
+        return area[start : start + len(body)]
 
     def take_piece(self) -> Piece:
         body, self._body = self._body, None
@@ -179,7 +185,7 @@ class ScriptedLink(Link):
         capacity: Messages that a connection takes before `try_send` refuses.
         pieces: In how many pieces each body arrives.
         abrupt: Whether `Conn.close` throws away what is still in flight.
-        whole_bytes: With any, bodies can be kept where they are.
+        whole_bytes: Of its connections; with any, bodies can be kept where they are.
         most_unanswered: Of its connections.
     """
 

@@ -60,6 +60,26 @@ def test_a_larger_message_is_cut() -> None:
     assert b.taken == [len(TOO_LARGE)]
 
 
+def test_a_message_is_cut_where_a_large_body_would_do_harm() -> None:
+    """To one of its subscribers: all get the same chunks."""
+    world, a, b = subscribed()
+    c = world.join("c")
+    c.subscribe("t")
+    world.settle()
+    session = a.session(c)
+    session.whole_bytes = 0  # as over a slow wire
+    assert a.publish("t", LARGE)
+    chunks = chunks_under_way(world)
+    assert a.publish("u", LARGE)
+    (whole_one,) = chunks_under_way(world)[len(chunks) :]
+    world.settle()
+
+    assert len(chunks) > 1
+    assert whole_one.offset == 0
+    assert b.payloads() == [LARGE, LARGE]
+    assert c.payloads() == [LARGE]
+
+
 def test_who_cannot_keep_a_body_copies_it() -> None:
     """What the sender's links can do says nothing of the receiver's."""
     world, a, b = subscribed(wholes="a")
@@ -71,17 +91,12 @@ def test_who_cannot_keep_a_body_copies_it() -> None:
 
 
 def test_what_nobody_gets_is_not_copied() -> None:
-    """And what a later subscriber gets is."""
+    """A message without a subscriber takes no memory."""
     world, a, _ = subscribed()
     assert a.publish("nobody's", LARGE)
-    before = list(a.taken)
-    assert a.publish("kept", LARGE, retain=True)
-    c = world.join("c")
-    c.subscribe("kept")
     world.settle()
 
-    assert before == []
-    assert c.payloads() == [LARGE]
+    assert a.taken == []
 
 
 @pytest.mark.parametrize("lost", range(4))
@@ -165,3 +180,14 @@ def test_a_whole_message_is_what_its_parts_are_together() -> None:
     assert chunk is not None
     assert chunk.view == frames.pack()
     assert large.owned
+
+
+def test_a_retained_message_is_cut() -> None:
+    """It may go to a later subscriber, to whom a large body would do harm."""
+    world, a, b = subscribed()
+    assert a.publish("t", LARGE, retain=True)
+    under_way = chunks_under_way(world)
+    world.settle()
+
+    assert len(under_way) > 1
+    assert b.payloads() == [LARGE]

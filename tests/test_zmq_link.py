@@ -14,6 +14,7 @@ from link_world import PATIENCE, World
 
 from mq.mesh.poller import Poller
 from mq.transport import MAX_HEAD_BYTES, What
+from transports._zmq_conns import WHOLE_BYTES
 from transports.zmq import ZmqLink
 
 __all__ = ["own_temporary_directory"]
@@ -27,8 +28,8 @@ MALFORMED = {
     "half a size": [b"\4\0", b"body"],
     "a body of no bytes": [b"head\0\0\0\0", b""],
     "a body that is too large": [
-        b"head" + (ZmqLink.whole_bytes + 1).to_bytes(4, "little"),
-        bytes(ZmqLink.whole_bytes + 1),
+        b"head" + (WHOLE_BYTES + 1).to_bytes(4, "little"),
+        bytes(WHOLE_BYTES + 1),
     ],
     "a body shorter than its size": [b"head\4\0\0\0", b"abc"],
     "a body longer than its size": [b"head\4\0\0\0", b"abcde"],
@@ -59,6 +60,16 @@ def raw_dealer() -> Iterator[RawDealer]:
 
     yield make
     context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("wire", ["ipc", "tcp"])
+def test_large_bodies_are_for_wires_within_the_host(wire: str) -> None:
+    """At both ends: over a slow wire a body of 12 MiB would pass for silence."""
+    with World(functools.partial(ZmqLink, wires=(wire,))) as world:
+        ends = world.connect()
+        found = [(conn.whole_bytes, conn.most_unanswered is None) for conn in ends]
+
+    assert found == [(WHOLE_BYTES, False) if wire == "ipc" else (0, True)] * 2
 
 
 @pytest.mark.parametrize("parts", MALFORMED.values(), ids=MALFORMED)

@@ -59,6 +59,7 @@ def size_of(heads: Any, bodies: Any, chunk_bytes: int) -> int | None:
                 body.dtype != torch.uint8
                 or body.dim() != 1
                 or body.device.type != "cpu"
+                or not body.is_contiguous()
             ):
                 return None
         elif type(body) is not bytes:

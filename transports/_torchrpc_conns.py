@@ -55,6 +55,7 @@ class RpcConn(Conn):
         self.reason = ""
         self.closed = self.refused = False
         self.promise: Promise | None = None
+        self.whole_bytes = link.chunk_bytes
         self._link = link
         self._agent = link.agent
         self._first: What | None = None
@@ -65,8 +66,7 @@ class RpcConn(Conn):
         self._unsent: deque[tuple[bytes, Body, int]] = deque()
         self._calls: deque[tuple[Any, int]] = deque()
         self._watched = False
-        self._ahead = 0
-        self._sent = 0
+        self._ahead = self._sent = 0
         self._issuing = False
         self._refused = False
         self._unheard_at: float | None = None

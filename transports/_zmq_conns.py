@@ -34,9 +34,10 @@ BURST = 32
 """Messages taken from one socket before the others have their turn."""
 SIZE_BYTES = 4
 """Bytes in which a head tells the size of its body."""
-_TOGETHER_BYTES = 8192
-"""The engine reads so much at a time; what has come together then lies in one piece of
-memory, each message at any address. Larger ones have memory of their own."""
+WHOLE_BYTES = 12 * CHUNK_BYTES
+"""The largest body. Nothing of it is seen before all of it is there, so over a slow
+wire it would pass for silence: such are sent within this host only."""
+_AHEAD_BYTES = 8 * CHUNK_BYTES
 
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
@@ -152,8 +153,6 @@ class ZmqConn(Conn):
     """What both ends of a connection share: the parts of a message."""
 
     keeps_body = True
-    # The engine counts messages, not bytes, and the wire may be slow.
-    most_unanswered = 8 * CHUNK_BYTES
 
     def __init__(self, port: Port, address: str) -> None:
         self.address = address
@@ -201,6 +200,18 @@ class ZmqConn(Conn):
         self._settle(not sent)
         return sent
 
+    def _is_local(self) -> bool:
+        return self.describe().get("wire") == "ipc"
+
+    @property
+    def whole_bytes(self) -> int:  # type: ignore[override]
+        return WHOLE_BYTES if self._is_local() else 0
+
+    @property
+    def most_unanswered(self) -> int | None:  # type: ignore[override]
+        # The engine counts messages, not bytes; large ones would be too many.
+        return _AHEAD_BYTES if self._is_local() else None
+
     @abstractmethod
     def _send(
         self, *parts: bytes | bytearray | memoryview, body: memoryview | None = None
@@ -225,7 +236,7 @@ class ZmqConn(Conn):
         if more and head:
             nbytes = int.from_bytes(head[-SIZE_BYTES:], "little")
             head = head[:-SIZE_BYTES]
-            if not head or not 0 < nbytes <= port.link.largest_body:
+            if not head or not 0 < nbytes <= WHOLE_BYTES:
                 self._malformed(f"a body of {nbytes} bytes")
                 return None
         if not 0 < len(head) <= MAX_HEAD_BYTES:
@@ -244,25 +255,12 @@ class ZmqConn(Conn):
             self.fail("the peer closed the connection", finished=True)
 
     def receive_body(self, into: memoryview) -> bool:
-        if self.finished:  # `take_body` has found something else
-            return False
-        arrived = self.port.socket.recv_into(into, flags=NOW)
-        self.port.stale()
-        return self._is_body(arrived, self.port.more())
-
-    def take_body(self) -> memoryview | None:
-        if self.body_nbytes <= _TOGETHER_BYTES:
-            return None
-        frame = self.port.receive_frame()
-        body = frame.buffer
-        return body if self._is_body(len(body), frame.more) else None
-
-    def _is_body(self, arrived: int, more: bool) -> bool:
-        """Whether what came is the body that its head announced, and all of it."""
         port = self.port
         port.link.keep(port)
         announced, self.body_nbytes = self.body_nbytes, 0
-        if arrived != announced or more:
+        arrived = port.socket.recv_into(into, flags=NOW)
+        port.stale()
+        if arrived != announced or port.more():
             self._malformed(f"a body unlike the {announced} bytes it announced")
             return False
         port.current = None

@@ -67,7 +67,7 @@ class TorchRpcLink(Link):
         reach="network", survives_fork=False
     )
     # A call with a tensor costs half a millisecond, as much as copying several MiB.
-    chunk_bytes = least_chunk_bytes = whole_bytes = 12 * 1024 * 1024
+    chunk_bytes = least_chunk_bytes = 12 * 1024 * 1024
     max_ahead = 3 * chunk_bytes
     _gpu: ClassVar[bool] = False
 

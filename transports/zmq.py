@@ -36,7 +36,7 @@ from mq.transport import (
     Event,
     Link,
 )
-from transports._zmq_conns import FAILURES, IN, NOW, Dialled, Port
+from transports._zmq_conns import FAILURES, IN, NOW, WHOLE_BYTES, Dialled, Port
 from transports._zmq_router import LISTENER, Accepted, Router
 
 _HANDSHAKE_MS = 5000
@@ -100,8 +100,7 @@ class ZmqLink(Link):
     capabilities: ClassVar[Capabilities] = Capabilities(reach="network")
     # A receiver whose other threads compute gets the interpreter lock once per switch
     # interval and call: the fewer chunks the better, and up to here no slower.
-    chunk_bytes = least_chunk_bytes = 4 * CHUNK_BYTES
-    whole_bytes = 12 * CHUNK_BYTES
+    chunk_bytes = 4 * CHUNK_BYTES
 
     def __init__(
         self,
@@ -162,7 +161,7 @@ class ZmqLink(Link):
     def _socket(self, kind: int, name: bytes) -> zmq.Socket[bytes]:
         """A socket whose monitor reports to the one collector, under `name`."""
         sock = self._context.socket(kind)
-        largest = max(self.largest_body, MAX_HEAD_BYTES) + _HEADROOM_BYTES
+        largest = max(WHOLE_BYTES, MAX_HEAD_BYTES) + _HEADROOM_BYTES
         sock.setsockopt(zmq.MAXMSGSIZE, largest)
         sock.setsockopt(zmq.SNDHWM, self.hwm)
         sock.setsockopt(zmq.RCVHWM, self.hwm)

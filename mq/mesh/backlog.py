@@ -41,8 +41,10 @@ class Backlog:
         lends: Whether large messages are lent to the peer in place of sent.
         devices: Whose tensors travel to the peer, and where they arrive there; None
             before the first connection.
+        whole_bytes: How large a body may be; 0: as the link says.
         most_unanswered: How many bytes of bodies may be under way without an answer;
             None: any.
+        under_way: How many bytes of bodies the frames have.
     """
 
     def __init__(self, take: Take) -> None:
@@ -56,7 +58,9 @@ class Backlog:
         self.batch_at: float | None = None
         self.lends = False
         self.devices: dict[str, str] | None = None
+        self.whole_bytes = 0
         self.most_unanswered: int | None = None
+        self.under_way = 0
 
     # -- queueing ----------
 
@@ -81,6 +85,7 @@ class Backlog:
     def _append(self, frame: Frame) -> None:
         self.frames.append(frame)
         self.number = frame.number
+        self.under_way += frame.body_nbytes
 
     def offer(self, feed: Feed) -> None:
         """A message was committed to `feed`."""
@@ -110,7 +115,7 @@ class Backlog:
                 if parts:
                     break
                 busy.rotate(-1)
-                if self._is_ahead():
+                if self.is_ahead():
                     continue
                 if self.lends and message.data.block is not None:
                     self._append_lent(feed, message, message.data, message.data.block)
@@ -139,12 +144,10 @@ class Backlog:
         self.batch_at = None
         return True
 
-    def _is_ahead(self, part: float = 1.0) -> bool:
+    def is_ahead(self, part: float = 1.0) -> bool:
         """Whether this part of what may be under way without an answer is."""
         most = self.most_unanswered
-        if most is None:
-            return False
-        return sum(frame.body_nbytes for frame in self.frames) >= part * most
+        return most is not None and self.under_way >= part * most
 
     def _append_lent(
         self, feed: Feed, message: Outgoing, large: Large, block: Block
@@ -191,7 +194,7 @@ class Backlog:
         if chunk.piece is not None:
             flags |= wire.FLAG_TENSOR
         every = (index + 1) % CHUNKS_PER_ANSWER == 0
-        if last or every or self._is_ahead(ANSWERED_PART):
+        if last or every or self.is_ahead(ANSWERED_PART):
             flags |= wire.FLAG_ANSWER
         self._append(
             Frame(
@@ -234,6 +237,7 @@ class Backlog:
                         self.busy.append(feed)
             # Forgotten last, so that an interrupt cannot lose what it completed.
             frames.popleft()
+            self.under_way -= frame.body_nbytes
             if self.sent:
                 self.sent -= 1
             if frame.kind == wire.DATA:
@@ -243,6 +247,7 @@ class Backlog:
     def repair(self) -> None:
         """Derive again what an exception in mid-frame may have left undone."""
         self.batches_unanswered = sum(f.kind == wire.DATA for f in self.frames)
+        self.under_way = sum(f.body_nbytes for f in self.frames)
         if self.frames:
             self.number = max(self.number, self.frames[-1].number)
         self.batch_at = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -193,31 +193,28 @@ class Cutting(NamedTuple):
             overlap, and another topic's message waits for one of them.
         least_chunk_bytes: The size of the chunks of smaller messages.
         piece_bytes: The size of tensors, all but the last of an area.
-        whole_bytes: Messages up to this size are one chunk.
     """
 
     chunk_bytes: int
     least_chunk_bytes: int = CHUNK_BYTES
     piece_bytes: int = PIECE_BYTES
-    whole_bytes: int = 0
 
     @classmethod
-    def of(cls, links: Iterable[Link]) -> Cutting:
+    def of(cls, links: Sequence[Link]) -> Cutting:
         """What suits all of these links."""
         chunk_bytes = min(link.chunk_bytes for link in links)
         return cls(
             chunk_bytes,
             min(chunk_bytes, *(link.least_chunk_bytes for link in links)),
             min(link.piece_bytes for link in links),
-            min(link.whole_bytes for link in links),
         )
 
 
 def whole(frames: Frames, take: Take) -> Large:
     """An area as one chunk, in memory of the pool.
 
-    Its receiver can keep it in the memory in which it arrives, as nothing has to be put
-    together there.
+    It costs one frame, and its receiver may keep it in the memory in which it arrives,
+    as nothing has to be put together there.
     """
     area = take(frames.nbytes)
     end = 0
@@ -233,9 +230,13 @@ def whole(frames: Frames, take: Take) -> Large:
     return large
 
 
-def cut(frames: Frames, cutting: Cutting) -> Large:
-    """Cut an area into chunks: slices of its large pieces, small ones with the next."""
-    least = cutting.least_chunk_bytes
+def cut(frames: Frames, cutting: Cutting, most: int = 0) -> Large:
+    """Cut an area into chunks: slices of its large pieces, small ones with the next.
+
+    Args:
+        most: As large as this they do no harm; see `Conn.whole_bytes`.
+    """
+    least = max(cutting.least_chunk_bytes, min(cutting.chunk_bytes, most))
     chunk_bytes = _usual(frames.nbytes, cutting.chunk_bytes, least)
     chunks: list[Chunk | None] = []
     gathered = min(GATHER_BYTES, chunk_bytes)

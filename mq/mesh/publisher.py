@@ -99,14 +99,14 @@ class Publisher:
             data = Large(frames.nbytes, [], block, self._cutting.chunk_bytes)
         elif frames.nbytes <= INLINE_BYTES and not frames.areas:
             data = frames.pack()
-        elif (
-            frames.nbytes <= self._cutting.whole_bytes
-            and topic.feeds
-            and not frames.areas
-        ):
-            data = whole(frames, self._take)
         else:
-            data = cut(frames, self._cutting)
+            # A retained one may go to others later, of whom nothing is known.
+            feeds = () if retain else topic.feeds
+            most = min((feed.session.whole_bytes for feed in feeds), default=0)
+            if frames.nbytes <= most and not frames.areas:
+                data = whole(frames, self._take)
+            else:
+                data = cut(frames, self._cutting, most)
             if retain:
                 data.own(self._take, range(len(data.chunks)))
         self.fill()  # an earlier one, if two interrupts have kept it from being written

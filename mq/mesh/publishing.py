@@ -179,9 +179,10 @@ class Publishing(Waiting):
     def _stream(self, topic: Topic, message: Outgoing, wait: bool) -> None:
         """Send a large message as the wire takes it; copy the rest aside.
 
-        Memory for a few chunks serves the whole message that way. Waiting for the wire
-        costs at most about as long as copying the rest would, so the sum is never more
-        than twice the better of the two.
+        Memory for a few chunks serves the whole message that way, and for a few
+        messages where they are copied together: also then it waits. Waiting for the
+        wire costs at most about as long as copying the rest would, so the sum is never
+        more than twice the better of the two.
         """
         assert isinstance(message.data, Large)
         to_copy = len(message.data) - sum(message.data.areas)

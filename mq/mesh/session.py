@@ -136,6 +136,7 @@ class Session(Backlog):
         self.repair()
         self.conn = conn
         self.lends = conn.lends
+        self.whole_bytes = conn.whole_bytes
         self.most_unanswered = conn.most_unanswered
         self.devices = dict(conn.devices)
         self.wire = conn.address
@@ -234,12 +235,14 @@ class Session(Backlog):
         for feed in self.busy:
             head = feed.head()
             if head is not None and type(head.data) is Large:
+                if self.is_ahead():
+                    continue
                 return True
             messages += feed.queued()
             nbytes += feed.queued_bytes()
         if messages >= BATCH_MESSAGES or nbytes >= BATCH_BYTES:
             return True
-        if self.batch_at is None:
+        if self.batch_at is None and messages:
             self.batch_at = now + ANSWER_SECONDS
         return False
 

@@ -97,6 +97,42 @@ def _publish_samples(queue: mq.MQ) -> int:
     return len(everything)
 
 
+def _publish_complex(queue: mq.MQ, sizes: list[int]) -> None:
+    import torch
+
+    for size in sizes:
+        numbers = torch.arange(size).to(torch.complex128)
+        queue.publish("t", numbers, timeout=STEP)
+        queue.publish("t", {"odd": b"odd", "numbers": numbers}, timeout=STEP)
+
+
+def _use_complex(queue: mq.MQ, sizes: list[int]) -> list[int]:
+    """Of each message, at how many bytes beyond a multiple of 16 its numbers lie."""
+    import torch
+
+    skews = []
+    for size in sizes:
+        for _ in range(2):
+            payload = queue.recv(timeout=STEP).payload
+            numbers = payload if torch.is_tensor(payload) else payload["numbers"]
+            skews.append(numbers.data_ptr() % 16)
+            chosen = torch.tensor([0, size // 2, size - 1])
+            if not skews[-1]:  # else torch may end this process
+                assert numbers[chosen].real.tolist() == chosen.tolist()
+    return skews
+
+
+@case("Payloads")
+def received_tensors_are_aligned(group: Group) -> None:
+    """As PyTorch takes for granted: it reads complex numbers by 16 bytes at a time."""
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    sizes = [3, 64, 600, 3 * KIB, 10 * KIB, 100 * KIB, MIB]
+    using = b.begin(_use_complex, sizes)
+    a.run(_publish_complex, sizes)
+    assert using.result() == [0] * (2 * len(sizes))
+
+
 @case("Payloads")
 def every_kind_of_payload_arrives_unchanged(group: Group) -> None:
     """Python values, NumPy arrays and scalars, tensors of every dtype and shape.
