@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from world import Got, Member, World
 from mq.errors import CodecError, MessagesLost, MessageTooLarge
 from mq.frames import Frames
 from mq.mesh import wire
+from mq.mesh.incoming import Run
 from mq.mesh.outgoing import BATCH_MESSAGES
 
 INLINE_BYTES = 128
@@ -238,6 +240,26 @@ def test_keep_last_has_the_newest_and_counts_what_it_dropped() -> None:
         assert world["b"].payloads() == [b"%d" % n for n in range(50 - keep, 50)]
         stats = world["b"].mesh.publisher.topic("t").stats
         assert stats.dropped == 50 - keep
+
+
+def test_messages_of_a_batch_are_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the link's heads are not: arrays there would not be aligned."""
+    receive = ScriptedConn.receive
+
+    def writable(conn: ScriptedConn) -> tuple[Any, int] | None:
+        message = receive(conn)
+        return message and (memoryview(bytearray(message[0])), message[1])
+
+    monkeypatch.setattr(ScriptedConn, "receive", writable)
+    world = subscribed("b")
+    for payload in (b"0", b"1"):
+        assert world["a"].publish("t", payload)
+    world.settle()
+    runs = world["b"].mesh.subscriber.inbox.fifo
+    areas = [area for run in runs if isinstance(run, Run) for area in run.areas]
+
+    assert len(areas) == 2
+    assert all(isinstance(area, memoryview) and area.readonly for area in areas)
 
 
 @pytest.mark.parametrize("size", [10, 2000])

@@ -152,7 +152,8 @@ class Reader:
         if nbody:
             raise Malformed(f"frame {kind} with a body")
         if kind == wire.DATA:
-            self._subscriber.data(session, memoryview(head))
+            # Its messages are at any address: who reads arrays in place copies them.
+            self._subscriber.data(session, memoryview(head).toreadonly())
             self._mesh.changed += 1
         elif kind == wire.LENT:
             lent = wire.parse_lent(memoryview(head))
