@@ -323,6 +323,9 @@ def arm(area: memoryview, returns: Returns, key: Key) -> None:
 def settle(area: memoryview, pool: Pool, zero_copy: bool) -> tuple[memoryview, bool]:
     """Where to decode a message: where it is, or in a copy of the receiver's own.
 
+    Args:
+        area: Read-only where it lies in a batch, and so at any address.
+
     Returns:
         The area, and whether it is the publisher's memory.
     """

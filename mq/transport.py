@@ -6,11 +6,11 @@ publish/subscribe queue of the documentation. A backend is one such class; `mq.t
 proves it.
 
 **Messages.** A message on a link is a *head* (1 byte to `MAX_HEAD_BYTES`) and an
-optional *body* (1 byte to the link's `chunk_bytes`). The head is received as bytes; the
-body is received straight into memory that the mesh chose, or kept in the memory in
-which the engine has it. On a link that carries tensors a body may also be a `Piece`:
-bytes on a device, at most `piece_bytes`, which arrive on a device of the peer's without
-a stop in host memory.
+optional *body* (1 byte to the link's `chunk_bytes`, or to what a connection's
+`whole_bytes` allows). The head is received as bytes; the body is received straight into
+memory that the mesh chose, or kept in the memory in which the engine has it. On a link
+that carries tensors a body may also be a `Piece`: bytes on a device, at most
+`piece_bytes`, which arrive on a device of the peer's without a stop in host memory.
 
 **Promises.** On one `Conn`, messages arrive whole, in order and unaltered until the
 connection breaks. At a break any number of the last messages, in either direction, may
@@ -123,7 +123,8 @@ class Conn(ABC):
             that would be cut travel as one body, for which the sender copies them
             together, if all who get them have such a connection; larger ones are cut as
             coarsely as both this and `Link.chunk_bytes` allow. The link takes in such a
-            body on any connection. 0: all are cut as the link says.
+            body on any connection, as a session may go on over another one. 0: all are
+            cut as the link says.
         most_unanswered: How many bytes of bodies the mesh hands over while the peer has
             not answered them, one body apart; None: the link bounds by itself what is
             ahead of the wire.

@@ -36,7 +36,7 @@ SIZE_BYTES = 4
 """Bytes in which a head tells the size of its body."""
 WHOLE_BYTES = 12 * CHUNK_BYTES
 """The largest body. Nothing of it is seen before all of it is there, so over a slow
-wire it would pass for silence: such are sent within this host only."""
+wire it would pass for silence: such are cut for peers within this host only."""
 _AHEAD_BYTES = 8 * CHUNK_BYTES
 
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)

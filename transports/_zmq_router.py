@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Iterator, Mapping
 
 import zmq
@@ -23,14 +24,10 @@ class Accepted(ZmqConn):
         self.identity = identity
         self.fd = fd
         self._router = router
+        self._wire = _wire_of(fd)
 
     def describe(self) -> Mapping[str, str]:
-        try:  # its address has no scheme
-            with socket.socket(fileno=os.dup(self.fd)) as found:
-                unix = found.family == socket.AF_UNIX
-        except OSError:  # it has gone
-            return {}
-        return {"wire": "ipc" if unix else "tcp"}
+        return {"wire": self._wire} if self._wire else {}
 
     def fail(self, reason: str, finished: bool = False) -> None:
         if not self.reason:
@@ -58,6 +55,17 @@ class Accepted(ZmqConn):
         if self._router.accepted.get(self.identity) is self:
             self.reason = self.reason or "closed"
             self._router.dismiss(self)
+
+
+def _wire_of(fd: int) -> str:
+    """What kind of socket it is; the peer's address has no scheme. "": it is gone."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return ""
+        with socket.socket(fileno=os.dup(fd)) as found:
+            return "ipc" if found.family == socket.AF_UNIX else "tcp"
+    except OSError:
+        return ""
 
 
 class Router:

@@ -235,9 +235,9 @@ class Backlog:
                     feed.on_wire = False
                     if feed.head() is not None and feed not in self.busy:
                         self.busy.append(feed)
+            self.under_way -= frame.body_nbytes
             # Forgotten last, so that an interrupt cannot lose what it completed.
             frames.popleft()
-            self.under_way -= frame.body_nbytes
             if self.sent:
                 self.sent -= 1
             if frame.kind == wire.DATA:
