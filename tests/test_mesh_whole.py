@@ -50,14 +50,21 @@ def test_a_message_is_one_body_and_stays_where_it_arrives() -> None:
     assert b.taken == []
 
 
-def test_a_larger_message_is_cut() -> None:
-    """Into bodies of the usual size, for which the receiver takes memory."""
-    world, a, b = subscribed()
-    assert a.publish("t", TOO_LARGE)
+@pytest.mark.parametrize(
+    ("wholes", "message"),
+    [("ab", TOO_LARGE), ("a", LARGE)],
+    ids=["a larger one is cut", "a body that cannot be kept"],
+)
+def test_what_cannot_stay_is_copied_by_the_receiver(
+    wholes: str, message: bytes
+) -> None:
+    """What the sender's links can do says nothing of the receiver's."""
+    world, a, b = subscribed(wholes)
+    assert a.publish("t", message)
     world.settle()
 
-    assert b.payloads() == [TOO_LARGE]
-    assert b.taken == [len(TOO_LARGE)]
+    assert b.payloads() == [message]
+    assert b.taken == [len(message)]
 
 
 def test_a_message_is_cut_where_a_large_body_would_do_harm() -> None:
@@ -78,16 +85,6 @@ def test_a_message_is_cut_where_a_large_body_would_do_harm() -> None:
     assert whole_one.offset == 0
     assert b.payloads() == [LARGE, LARGE]
     assert c.payloads() == [LARGE]
-
-
-def test_who_cannot_keep_a_body_copies_it() -> None:
-    """What the sender's links can do says nothing of the receiver's."""
-    world, a, b = subscribed(wholes="a")
-    assert a.publish("t", LARGE)
-    world.settle()
-
-    assert b.payloads() == [LARGE]
-    assert b.taken == [len(LARGE)]
 
 
 def test_what_nobody_gets_is_not_copied() -> None:
