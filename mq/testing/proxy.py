@@ -1,4 +1,4 @@
-"""A proxy for stream sockets that cuts, stalls and corrupts what passes through it."""
+"""A proxy for stream sockets that cuts, stalls, slows and corrupts what passes it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -85,6 +86,7 @@ class Proxy:
 
     Attributes:
         address: What to dial in place of the address behind it.
+        within_host: Whether its sockets cannot reach another host.
     """
 
     def __init__(
@@ -112,8 +114,10 @@ class Proxy:
             self._listener.bind(path)
             self._listener.listen()
             self.address = f"{scheme}://{path}"
+        self.within_host = self._family == socket.AF_UNIX
         self._sides: set[_Side] = set()
         self._stalled = False
+        self._bytes_per_second = 0.0
         self._corrupt = 0
         self._random = random.Random(0)
         self._commands: list[Callable[[], None]] = []
@@ -144,6 +148,10 @@ class Proxy:
     def resume(self) -> None:
         """End `stall`."""
         self._do(lambda: self._set_stalled(False))
+
+    def slow(self, bytes_per_second: float) -> None:
+        """Let no more pass from now on, in both directions and all connections."""
+        self._do(lambda: setattr(self, "_bytes_per_second", bytes_per_second))
 
     def corrupt(self, pieces: int) -> None:
         """Flip bits in each of the next `pieces` pieces of up to 64 KiB that pass."""
@@ -236,7 +244,10 @@ class Proxy:
             if events & selectors.EVENT_WRITE:
                 side.connecting = False
                 if side.waiting:
-                    del side.waiting[: side.send()]
+                    count = side.send()
+                    del side.waiting[:count]
+                    if self._bytes_per_second:  # it is what a slow wire takes for them
+                        time.sleep(count / self._bytes_per_second)
             if events & selectors.EVENT_READ:
                 piece = side.receive()
                 side.ended = not piece

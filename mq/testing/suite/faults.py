@@ -75,6 +75,24 @@ def stall_of_the_network_is_resumed(group: Group) -> None:
     return None
 
 
+@case("Death", needs="separate_processes", otherwise=_stream_is_whole)
+def slow_wire_does_not_pass_for_silence(group: Group) -> None:
+    """A message that takes longer than `peer_timeout` arrives, at the first try."""
+    listener, dialler, proxy = group.proxied("a", "b", peer_timeout=PEER_TIMEOUT)
+    if proxy is None or proxy.within_host:  # such wires are not slow
+        return _stream_between(listener, dialler)
+    proxy.slow(4 * MIB)
+    sizes = [11 * MIB, 10]
+    for sender, receiver in ((listener, dialler), (dialler, listener)):
+        receiver.subscribe("t")
+        running = sender.begin(programs.publish_patterns, "t", sizes)
+        got = receiver.run(programs.receive, len(sizes))
+        assert [m.digest for m in got] == running.result()
+        receiver.call("unsubscribe", "t")
+    assert listener.run(programs.peer_stats, dialler.name)["connections"] == 1
+    return None
+
+
 def _receive_what_comes(queue: mq.MQ, silence: float) -> list[programs.Received]:
     found: list[programs.Received] = []
     try:
