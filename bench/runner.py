@@ -175,11 +175,17 @@ class Conversation:
             self._metrics.update(values[0])
         elif kind == "exit":
             self._usage.append(values[0])
+            for other in set(values[0].ranks) & self._open - {rank}:
+                self._hear_out(other)  # what it said before its process's last word
             self._open.difference_update(values[0].ranks)
         elif kind == "skipped":
             raise Unusable(values[0])
         else:
             raise CellFailed(f"rank {rank}: {values[0]}", values[1])
+
+    def _hear_out(self, rank: int) -> None:
+        while rank not in self._ended and self._pipes[rank].poll():
+            self._hear(rank, self._pipes[rank])
 
     def _answer(self) -> None:
         if len(self._met) < len(self._pipes):
