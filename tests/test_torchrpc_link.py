@@ -311,10 +311,13 @@ def test_silent_strangers_are_closed() -> None:
 # -- calls ----------
 
 
-def call(link: TorchRpcLink, *args: Any) -> Any:
+def call(
+    link: TorchRpcLink, token: bytes, sequence: int, heads: Any, bodies: Any
+) -> Any:
     """What this process answers to a call of its own."""
     peer = link.agent.peer(link.agent.id, link.agent.url, "")
-    tensors = any(isinstance(body, torch.Tensor) for body in args[-1])
+    tensors = any(isinstance(body, torch.Tensor) for body in bodies)
+    args = (token, sequence, heads, bodies, False)
     future = peer.call(calls.deliver, args, tensors)
     answered = threading.Event()
     future.add_done_callback(lambda _: answered.set())
@@ -387,7 +390,7 @@ def test_batches_that_overtake_each_other_are_put_in_order() -> None:
         order = list(range(40))
         random.Random(5).shuffle(order)
         for number in order:
-            rpc_conn(accepted).arrive(number, [b"%d" % number], [b"body"])
+            rpc_conn(accepted).arrive(number, [b"%d" % number], [b"body"], False)
         received = world.members[1].received.setdefault(accepted, [])
         world.arrive(received, 40)
         assert [head for head, _ in received] == [b"%d" % n for n in range(40)]

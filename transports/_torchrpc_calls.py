@@ -26,7 +26,7 @@ Future = torch.futures.Future
 class Receiver(Protocol):
     """Where the calls of a peer go."""
 
-    def arrive(self, sequence: int, heads: Any, bodies: Any) -> Any:
+    def arrive(self, sequence: int, heads: Any, bodies: Any, waits: Any) -> Any:
         """Take a batch; runs in a thread of TensorPipe's. Returns the answer."""
 
 
@@ -42,18 +42,21 @@ def _later(function: Callable[..., Any]) -> Any:
 
 
 @_later
-def deliver(token: bytes, sequence: int, heads: Any, bodies: Any) -> Any:
+def deliver(token: bytes, sequence: int, heads: Any, bodies: Any, waits: bool) -> Any:
     """What a peer calls to hand over a batch of messages.
 
+    Args:
+        waits: Whether the answer may wait for a batch the other way.
+
     Returns:
-        A future of True, or of False where the connection is closed; it resolves once
-        there is room for more.
+        A future of True once there is room for more, of False where the connection is
+        closed, or of a batch: its sequence, heads and bodies.
     """
     receiver = receivers.get(token)
     if receiver is None:
         return done(False)
     try:
-        return receiver.arrive(sequence, heads, bodies)
+        return receiver.arrive(sequence, heads, bodies, waits)
     except Exception:  # torch would print it to stderr; the sender needs no more
         return done(False)
 

@@ -1,20 +1,21 @@
-"""A connection: batches of messages, each one call of the peer's `deliver`.
+"""A connection: batches of messages, each a call of the peer's `deliver`, or an answer.
 
 **Sending.** A few calls are under way at a time; what comes meanwhile joins the next.
 A call is answered on reception, as long as the receiver's backlog is small: so the
-bytes ahead of the wire are bounded, and a peer that does not read is refused.
+bytes ahead of the wire are bounded, and a peer that does not read is refused. But the
+last one may wait for a batch the other way, and then that batch is its answer.
 
 **Receiving.** Calls arrive in threads of TensorPipe's, with several of them in any
-order; they are numbered and put in order in the mesh's thread.
+order; they are numbered and put in order in the mesh's thread (`_torchrpc_arrivals`).
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from mq.devices import Piece, leaving
 from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
 from transports import _torchrpc_calls as calls
+from transports._torchrpc_arrivals import KEPT_BYTES, Arrivals, is_plain
 from transports._torchrpc_bodies import Body, is_tensor, outgoing, size_of
 from transports._torchrpc_descriptors import Promise
 from transports._torchrpc_pieces import unwrap, weight, wrapped
@@ -36,6 +38,15 @@ BATCH_BYTES: Final = 512 * 1024
 """A batch is closed once it has so much, but for its last message."""
 GRACE_SECONDS: Final = 2.0
 """How long what was sent before a goodbye may take to arrive after it."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call under way, and whether its answer will be noticed by itself."""
+
+    future: Any
+    nbytes: int
+    watched: bool = False
 
 
 class RpcConn(Conn):
@@ -64,20 +75,14 @@ class RpcConn(Conn):
         self._greeting: Greeting | None = None
         # sending
         self._unsent: deque[tuple[bytes, Body, int]] = deque()
-        self._calls: deque[tuple[Any, int]] = deque()
-        self._watched = False
+        self._calls: list[Call] = []
         self._ahead = self._sent = 0
         self._issuing = False
         self._refused = False
         self._unheard_at: float | None = None
+        self._may_wait = False  # whether calls may wait for a batch the other way
         # receiving
-        self._lock = threading.Lock()
-        self._arrived: deque[tuple[int, list[bytes], list[Body]]] = deque()
-        self._backlog = 0
-        self._held: list[Any] = []
-        self._early: dict[int, tuple[list[bytes], list[Body]]] = {}
-        self._expected = 0
-        self._inbox: deque[tuple[bytes, Body]] = deque()
+        self._arrivals = Arrivals(self._agent, link.max_ahead, self._notice)
         self._body: Body = None
         self._final: int | None = None
         self._final_at = 0.0
@@ -106,6 +111,8 @@ class RpcConn(Conn):
         self.devices = self._link.carried(greeting, self._peer.mapped)
         self._theirs = bytes.fromhex(greeting.token)
         self._greeting = greeting
+        # A graceful shutdown of an agent of the application's waits for all answers.
+        self._may_wait = not (self._agent.worker or greeting.worker)
         self._peer.listeners[self] = self._peer_lost
         self._first = first
         self._link.notice(self)
@@ -184,7 +191,11 @@ class RpcConn(Conn):
 
     def _flush(self, most: int) -> None:
         """Send what waits, as far as so many calls may be under way."""
-        while self._unsent and len(self._calls) < most and not self.reason:
+        while self._unsent and not self.reason:
+            answers = self._arrivals.keeps
+            if not answers and len(self._calls) >= most:
+                return
+            self._issuing = True
             heads: list[bytes] = []
             bodies: list[Body] = []
             nbytes = 0
@@ -193,107 +204,115 @@ class RpcConn(Conn):
                 heads.append(head)
                 bodies.append(body)
                 nbytes += size
-            self._issue(heads, bodies, nbytes)
+            if answers and is_plain(bodies) and self._answer(heads, bodies):
+                self._ahead -= nbytes
+            else:
+                self._issue(heads, bodies, nbytes)
+            self._sent += 1
+            self._issuing = False
+
+    def _answer(self, heads: list[bytes], bodies: list[Body]) -> bool:
+        return self._arrivals.answer((self._sent, heads, bodies))
 
     def _issue(self, heads: list[bytes], bodies: list[Body], nbytes: int) -> None:
         assert self._peer is not None
         bodies, pieces = wrapped(bodies)
-        arguments = (self._theirs, self._sent, heads, bodies)
         with_tensors = bool(pieces) or any(map(is_tensor, bodies))
-        self._issuing = True
+        waits = self._may_wait and nbytes <= KEPT_BYTES and self._is_known()
+        waits = waits and not pieces
+        arguments = (self._theirs, self._sent, heads, bodies, waits)
         try:
             with leaving(pieces) if pieces else nullcontext():
-                call = self._peer.call(calls.deliver, arguments, with_tensors)
-            self._calls.append((call, nbytes))
-            if self.promise is not None and self.promise.call is None:
-                self.promise.call = call
+                future = self._peer.call(calls.deliver, arguments, with_tensors)
         except RuntimeError as error:
             self.fail(f"TensorPipe cannot reach the peer: {error}")
-        self._sent += 1
-        self._issuing = False
+            return
+        self._calls.append(Call(future, nbytes))
+        if self.promise is not None and self.promise.call is None:
+            self.promise.call = future
+        if waits:
+            self._watch()
+
+    def _is_known(self) -> bool:
+        """Whether each end has been called, and so has the descriptors for that."""
+        return self.promise is not None and self.promise.count() == 0
 
     def _watch(self) -> None:
-        """Have the link look here when the oldest call is answered.
+        """Have the link look here when calls are answered.
 
         Only where something waits for that: a callback runs Python in a thread of
         TensorPipe's, just when the mesh's thread wants to run.
         """
-        if self._calls and not self._watched:
-            self._watched = True
-            self._calls[0][0].add_done_callback(self._answered)
+        for call in self._calls:
+            if not call.watched:
+                call.watched = True
+                call.future.add_done_callback(self._notice)
 
-    def _answered(self, future: Any) -> None:
-        """In a thread of TensorPipe's, or within `_watch`."""
-        self._watched = False
+    def _notice(self, _: object = None) -> None:
+        """In any thread."""
         self._link.notice(self)
 
     def _settle(self) -> None:
-        """Take note of the answers, in the order of the calls."""
-        while self._calls and self._calls[0][0].done():
-            future, nbytes = self._calls.popleft()
-            self._ahead -= nbytes
-            problem = calls.failure(future)
+        """Take note of the answers."""
+        for call in [call for call in self._calls if call.future.done()]:
+            problem = calls.failure(call.future)
             if problem:
                 if self._peer is not None:
                     # So that the next dial takes a new connection.
                     self._peer.fail(problem)
                 self.fail(f"TensorPipe lost the peer: {problem}")
-            elif not future.value():
+            elif type(answer := call.future.value()) is tuple and len(answer) == 3:
+                self._take_answer(*answer)
+            elif not answer:
                 # Its goodbye, which says how much to wait for, may still be coming.
                 self._unheard_at = self._unheard_at or time.monotonic()
+            # Last, so that an interrupt loses no batch.
+            self._calls.remove(call)
+            self._ahead -= call.nbytes
 
     # -- receiving ----------
 
-    def arrive(self, sequence: int, heads: Any, bodies: Any) -> Any:
+    def arrive(self, sequence: int, heads: Any, bodies: Any, waits: Any) -> Any:
         """Take a batch; in a thread of TensorPipe's, as little as can be."""
-        link = self._link
         if self.promise is not None:
             self.promise.heard = True
-        known = unwrap(bodies, link.devices, link.piece_bytes)
-        nbytes = size_of(heads, bodies, link.chunk_bytes) if known else None
-        if nbytes is None or type(sequence) is not int:
-            link.malformed += 1
-            self.fail("the peer sent what no member does")
+        known = unwrap(bodies, self._link.devices, self._link.piece_bytes)
+        nbytes = self._checked(sequence, heads, bodies) if known else None
+        if nbytes is None:
+            self._malformed()
             return calls.done(False)
-        answer = None
-        nbytes += sum(weight(body) for body in bodies if isinstance(body, Piece))
-        with self._lock:
-            if self.closed:
-                return calls.done(False)
-            self._backlog += nbytes
-            if self._backlog > link.max_ahead:
-                answer = calls.Future[bool]()
-                self._held.append(answer)
-            self._arrived.append((sequence, heads, bodies))
-        link.notice(self)
-        return answer or calls.done(True)
+        return self._arrivals.take((sequence, heads, bodies), nbytes, waits is True)
+
+    def _take_answer(self, sequence: Any, heads: Any, bodies: Any) -> None:
+        nbytes = self._checked(sequence, heads, bodies)
+        if nbytes is None or not is_plain(bodies):
+            self._malformed()
+        else:
+            self._arrivals.answered((sequence, heads, bodies), nbytes)
+
+    def _checked(self, sequence: Any, heads: Any, bodies: Any) -> int | None:
+        """The weight of a batch; None: it is none."""
+        nbytes = size_of(heads, bodies, self._link.chunk_bytes)
+        if nbytes is None or type(sequence) is not int:
+            return None
+        return nbytes + sum(weight(body) for body in bodies if isinstance(body, Piece))
+
+    def _malformed(self) -> None:
+        self._link.malformed += 1
+        self.fail("the peer sent what no member does")
 
     def _sort(self) -> bool:
-        """Put what has arrived in order; whether a message can be taken."""
-        while self._arrived:
-            sequence, heads, bodies = self._arrived.popleft()
-            self._early[sequence] = (heads, bodies)
-        while (batch := self._early.pop(self._expected, None)) is not None:
-            self._inbox.extend(zip(*batch, strict=True))
-            self._expected += 1
-        return bool(self._inbox) and self._body is None
+        """Whether a message can be taken."""
+        return self._arrivals.sort() and self._body is None
 
     def receive(self) -> tuple[bytes, int] | None:
-        if self.closed or not (self._inbox or self._sort()) or self._body is not None:
+        if self.closed or self._body is not None:
             return None
-        head, self._body = self._inbox.popleft()
-        nbody = 0 if self._body is None else len(self._body)
-        with self._lock:
-            self._backlog -= len(head) + weight(self._body)
-            room = 2 * self._backlog <= self._link.max_ahead
-            held, self._held = (self._held, []) if room else ([], self._held)
-        self._answer(held, True)
-        return head, nbody
-
-    def _answer(self, held: list[Any], value: bool) -> None:
-        if self._agent.alive:  # else it would crash
-            for future in held:
-                future.set_result(value)
+        message = self._arrivals.next()
+        if message is None:
+            return None
+        head, self._body = message
+        return head, 0 if self._body is None else len(self._body)
 
     def receive_body(self, into: memoryview) -> bool:
         body, self._body = self._body, None
@@ -366,7 +385,7 @@ class RpcConn(Conn):
             else:
                 self.reason = "the peer does not know this connection"
         if self._final is not None and not self.reason:
-            arrived = self._expected >= self._final
+            arrived = self._arrivals.expected >= self._final
             if arrived or now - self._final_at > GRACE_SECONDS:
                 self.reason = "the peer closed the connection"
             else:
@@ -374,19 +393,14 @@ class RpcConn(Conn):
         return bool(self.reason)
 
     def _shut(self) -> None:
-        with self._lock:
-            self.closed = True
-            held, self._held = self._held, []
-            self._arrived.clear()
+        self.closed = True
         calls.receivers.pop(self.token, None)
         if self.promise is not None:
             self.promise.end(met=self._peer is not None)
         if self._peer is not None:
             self._peer.listeners.pop(self, None)
-        self._answer(held, False)
-        self._inbox.clear()
+        self._arrivals.close()
         self._unsent.clear()
-        self._early.clear()
         self._body = None
         self._link.forget(self)
 

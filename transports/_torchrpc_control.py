@@ -18,7 +18,7 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 NOTE_BYTES: Final = 16 * 1024
 _LENGTH: Final = struct.Struct(">I")
 
