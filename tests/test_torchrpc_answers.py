@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ from torchrpc_links import rpc_conn
 from mq.transport import Conn, What
 from transports import _torchrpc_calls as calls
 from transports._torchrpc_arrivals import KEPT_BYTES, Arrivals
-from transports._torchrpc_conns import Call
+from transports._torchrpc_conns import CALLS, Call
 from transports.torchrpc import TorchRpcLink
 
 MOST = 100
@@ -79,7 +83,9 @@ def test_the_end_of_the_connection_answers_all_calls() -> None:
 def test_what_is_unread_holds_calls_that_would_wait() -> None:
     """They are answered once there is room, and not by a batch."""
     side = arrivals()
+    assert side.has_room  # for batches that are answers
     waits = side.take(batch(0, bytes(MOST)), MOST, keep=True)
+    assert not side.has_room
     held = [side.take(batch(n, b"h"), 1, keep=True) for n in (1, 2)]
     assert answers(waits, *held) == [True, None, None]
     assert not side.answer(batch(0, b"answer"))
@@ -109,6 +115,51 @@ def test_an_agent_that_is_dead_is_not_used() -> None:
     assert answers(waiting) == [None]
 
 
+class Swallowing:
+    """A future as torch's: what is raised while it is set is kept from the caller."""
+
+    value: object = None
+    handler: Any = None
+
+    def set_result(self, value: object) -> None:
+        try:
+            self.handler = signal.getsignal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            self.value = value
+        except KeyboardInterrupt:
+            pass
+
+
+def test_an_interrupt_while_a_call_is_answered_comes_afterwards() -> None:
+    """Else the user's Ctrl-C would be the peer's."""
+    before = signal.getsignal(signal.SIGINT)
+    future = Swallowing()
+    with pytest.raises(KeyboardInterrupt):
+        calls.resolve(future, "answer")
+    assert future.value == "answer"
+    assert signal.getsignal(signal.SIGINT) is before
+    # Where another signal's handler has raised before it was put back.
+    with pytest.raises(KeyboardInterrupt):
+        future.handler(signal.SIGINT, sys._getframe())
+
+
+def test_whose_interrupts_are_handled_otherwise_gets_them_once() -> None:
+    """By a handler of the application's."""
+    seen: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        future = Swallowing()
+        calls.resolve(future, "answer")
+        assert signal.getsignal(signal.SIGINT) is handler
+        assert (future.value, seen) == ("answer", [signal.SIGINT])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 # -- between two links ----------
 
 
@@ -118,7 +169,7 @@ def acquainted(world: World) -> tuple[Conn, Conn]:
     ends = (rpc_conn(dialled), rpc_conn(accepted))
     for end in ends:
         world.send(end, b"a call")
-    world.until(lambda: all(end._is_known() for end in ends), "both to be known")
+    world.until(lambda: all(end._may_call_wait() for end in ends), "both to be known")
     return dialled, accepted
 
 
@@ -170,6 +221,32 @@ def test_a_large_answer_is_a_call_of_its_own(counted: list[bytes]) -> None:
         assert counted == [rpc_conn(end).token for end in (accepted, dialled)]
 
 
+def test_a_call_that_waits_lets_nothing_out_but_its_answer() -> None:
+    """Tensors wait until fewer calls are under way, as they do without it."""
+    with World(TorchRpcLink) as world:
+        dialled, accepted = acquainted(world)
+        ours, theirs = (member.received for member in world.members)
+        conn, body = rpc_conn(accepted), bytes(200_000)
+        under_way = [calls.Future[Any]() for _ in range(CALLS)]
+        conn._calls = [Call(future, 0) for future in under_way]
+        assert conn.try_send(b"small")
+        assert conn.try_send(b"large", memoryview(body))
+        assert len(conn._unsent) == 2
+        world.send(dialled, b"message")
+        world.arrive(ours[dialled], 2)
+        assert ours[dialled][1:] == [(b"small", b"")]
+        world.send(dialled, b"another")
+        world.arrive(theirs[accepted], 3)
+        world.members[1].pump()
+        assert conn._arrivals.keeps
+        assert len(conn._unsent) == 1
+        for future in under_way:
+            future.set_result(True)
+        conn._notice()
+        world.arrive(ours[dialled], 3)
+        assert ours[dialled][2:] == [(b"large", body)]
+
+
 def test_a_call_that_waits_takes_no_room() -> None:
     """Or else who only listens could hold up its peer for ever."""
     assert KEPT_BYTES + TorchRpcLink().largest <= TorchRpcLink.max_ahead
@@ -218,9 +295,30 @@ def test_closing_waits_for_no_call_that_waits() -> None:
         world.until(lambda: not rpc_conn(dialled).unanswered, "the answer")
 
 
+def test_closing_waits_until_an_answer_was_read() -> None:
+    """Nobody else tells that it has left; the agent may go with the link."""
+    with World(TorchRpcLink) as world:
+        dialled, accepted = acquainted(world)
+        ours, theirs = world.members
+        world.send(dialled, b"message")
+        world.arrive(theirs.received[accepted], 2)
+        assert rpc_conn(accepted)._arrivals.keeps
+        assert accepted.try_send(b"answer", memoryview(bytes(60_000)))
+        assert not rpc_conn(accepted)._unsent
+        accepted.close()
+        assert rpc_conn(accepted).unanswered
+        assert ours.received[dialled][1:] == []
+        world.lost(0, dialled)
+        assert ours.received[dialled][1:] == [(b"answer", bytes(60_000))]
+        world.until(lambda: not rpc_conn(accepted).unanswered, "the last answer")
+
+
 @pytest.mark.parametrize(
     "answer",
     [
+        "text",
+        torch.zeros(2),
+        (2, [b"head"], [None], "more"),
         (2, "no list", []),
         (2, [b""], [None]),
         (2, [b"head"], [torch.zeros(3, dtype=torch.uint8)]),
@@ -240,10 +338,14 @@ def test_a_malformed_answer_breaks_its_connection(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("more", [False, True])
 def test_an_answer_that_is_interrupted_breaks_its_connection(
-    monkeypatch: pytest.MonkeyPatch, after: bool
+    monkeypatch: pytest.MonkeyPatch, after: bool, more: bool
 ) -> None:
-    """Whether it was given is not known, so the stream must not go on."""
+    """Whether it was given is not known, so the stream must not go on.
+
+    Neither with the next message, nor with those that the link still has.
+    """
     with World(TorchRpcLink) as world:
         dialled, accepted = acquainted(world)
         world.send(dialled, b"message")
@@ -253,13 +355,18 @@ def test_an_answer_that_is_interrupted_breaks_its_connection(
         def interrupt(*args: Any) -> None:
             if after:
                 answer(*args)
+            if more:
+                rpc_conn(accepted)._unsent.append((b"more", None, 4))
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
             patch.setattr(Arrivals, "answer", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 accepted.try_send(b"answer")
-        assert accepted.try_send(b"next")
+        if more:
+            rpc_conn(accepted)._notice()  # as when a call of its own is answered
+        else:
+            assert accepted.try_send(b"next")
         world.lost(1, accepted)
         world.lost(0, dialled)
         # As at any break, what was last may be lost, but nothing comes in its place.

@@ -92,6 +92,11 @@ class Arrivals:
         """Whether a call waits for a batch."""
         return self._kept is not None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the peer may send more than what it gets an answer for."""
+        return 2 * self._backlog <= self._most
+
     def answer(self, batch: Batch) -> bool:
         """Answer the call that waits for a batch; False: none does any more."""
         return self._answer(batch)
@@ -103,7 +108,7 @@ class Arrivals:
             kept = self._kept
             waits = kept is not None and not kept.done() and self._agent.alive
             if waits:  # an agent that is dead would crash
-                kept.set_result(value)
+                calls.resolve(kept, value)
             self._kept = None
         return waits
 
@@ -132,8 +137,7 @@ class Arrivals:
         head, body = self._messages.popleft()
         with self._lock:
             self._backlog -= len(head) + weight(body)
-            room = 2 * self._backlog <= self._most
-            held = list(self._held) if room else []
+            held = list(self._held) if self.has_room else []
         if held:
             self._resolve(held, True)
         return head, body
@@ -153,7 +157,7 @@ class Arrivals:
         if self._agent.alive:
             for future in held:
                 if not future.done():
-                    future.set_result(value)
+                    calls.resolve(future, value)
         with self._lock:
             self._held = [future for future in self._held if not future.done()]
 

@@ -81,6 +81,7 @@ class RpcConn(Conn):
         self._refused = False
         self._unheard_at: float | None = None
         self._may_wait = False  # whether calls may wait for a batch the other way
+        self._has_answered = False
         # receiving
         self._arrivals = Arrivals(self._agent, link.max_ahead, self._notice)
         self._body: Body = None
@@ -191,8 +192,10 @@ class RpcConn(Conn):
 
     def _flush(self, most: int) -> None:
         """Send what waits, as far as so many calls may be under way."""
+        if self._issuing:  # a Ctrl-C came in the middle of it
+            self.fail("a message was interrupted while it was sent")
         while self._unsent and not self.reason:
-            answers = self._arrivals.keeps
+            answers = self._arrivals.keeps and is_plain([self._unsent[0][1]])
             if not answers and len(self._calls) >= most:
                 return
             self._issuing = True
@@ -200,11 +203,13 @@ class RpcConn(Conn):
             bodies: list[Body] = []
             nbytes = 0
             while self._unsent and nbytes < BATCH_BYTES:
+                if answers and not is_plain([self._unsent[0][1]]):
+                    break
                 head, body, size = self._unsent.popleft()
                 heads.append(head)
                 bodies.append(body)
                 nbytes += size
-            if answers and is_plain(bodies) and self._answer(heads, bodies):
+            if answers and self._answer(heads, bodies):
                 self._ahead -= nbytes
             else:
                 self._issue(heads, bodies, nbytes)
@@ -212,14 +217,14 @@ class RpcConn(Conn):
             self._issuing = False
 
     def _answer(self, heads: list[bytes], bodies: list[Body]) -> bool:
+        self._has_answered = True
         return self._arrivals.answer((self._sent, heads, bodies))
 
     def _issue(self, heads: list[bytes], bodies: list[Body], nbytes: int) -> None:
         assert self._peer is not None
         bodies, pieces = wrapped(bodies)
         with_tensors = bool(pieces) or any(map(is_tensor, bodies))
-        waits = self._may_wait and nbytes <= KEPT_BYTES and self._is_known()
-        waits = waits and not pieces
+        waits = nbytes <= KEPT_BYTES and not pieces and self._may_call_wait()
         arguments = (self._theirs, self._sent, heads, bodies, waits)
         try:
             with leaving(pieces) if pieces else nullcontext():
@@ -233,9 +238,13 @@ class RpcConn(Conn):
         if waits:
             self._watch()
 
-    def _is_known(self) -> bool:
-        """Whether each end has been called, and so has the descriptors for that."""
-        return self.promise is not None and self.promise.count() == 0
+    def _may_call_wait(self) -> bool:
+        """Whether a batch may come as an answer: it waits for no room here.
+
+        Not before each end was called, and so has the descriptors for that.
+        """
+        known = self.promise is not None and self.promise.count() == 0
+        return self._may_wait and known and self._arrivals.has_room
 
     def _watch(self) -> None:
         """Have the link look here when calls are answered.
@@ -245,8 +254,8 @@ class RpcConn(Conn):
         """
         for call in self._calls:
             if not call.watched:
-                call.watched = True
                 call.future.add_done_callback(self._notice)
+                call.watched = True
 
     def _notice(self, _: object = None) -> None:
         """In any thread."""
@@ -263,12 +272,14 @@ class RpcConn(Conn):
                 self.fail(f"TensorPipe lost the peer: {problem}")
             elif type(answer := call.future.value()) is tuple and len(answer) == 3:
                 self._take_answer(*answer)
+            elif answer is not True and answer is not False:
+                self._malformed()
             elif not answer:
                 # Its goodbye, which says how much to wait for, may still be coming.
                 self._unheard_at = self._unheard_at or time.monotonic()
             # Last, so that an interrupt loses no batch.
-            self._calls.remove(call)
             self._ahead -= call.nbytes
+            self._calls.remove(call)
 
     # -- receiving ----------
 
@@ -393,13 +404,13 @@ class RpcConn(Conn):
         return bool(self.reason)
 
     def _shut(self) -> None:
+        self._arrivals.close()
         self.closed = True
         calls.receivers.pop(self.token, None)
         if self.promise is not None:
             self.promise.end(met=self._peer is not None)
         if self._peer is not None:
             self._peer.listeners.pop(self, None)
-        self._arrivals.close()
         self._unsent.clear()
         self._body = None
         self._link.forget(self)
@@ -409,6 +420,11 @@ class RpcConn(Conn):
             return
         if self._peer is not None and not self.reason and not self._issuing:
             self._flush(1 << 30)
+            if self._has_answered and not self.reason:
+                # Nobody tells when an answer has left, so this one waits at the peer
+                # until it has read everything up to the goodbye.
+                self._issue([], [], 0)
+                self._sent += 1
             self.control.send({"goodbye": self._sent})
         self.reason = self.reason or "closed"
         self._shut()
