@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+from interrupter import Interrupter
 from world import WHOLE_BYTES, Got, Member, World
 
 from mq.errors import MessagesLost
@@ -21,61 +19,6 @@ from mq.lending import BLOCK_BYTES
 EVERYWHERE = "MQ_INTERRUPT_EVERYWHERE" in os.environ
 INLINE_BYTES = 128
 TURN_BYTES = 500  # two chunks: large messages take several turns
-Trace = Callable[[FrameType, str, Any], Any]
-_WATCHED = ("/mq/mesh/", "/mq/borrowing.py")
-
-
-class Interrupter:
-    """Raises KeyboardInterrupt at the n-th line (or bytecode) run in the mesh.
-
-    Attributes:
-        visited: Numbers of the points at which each place in the code was reached.
-        where: The place of the interrupt; "" where there was none.
-    """
-
-    def __init__(self, at: int, *, opcodes: bool = False) -> None:
-        self.at = at
-        self.opcodes = opcodes
-        self.where = ""
-        self.visited: dict[tuple[CodeType, int, int], list[int]] = defaultdict(list)
-        self._count = 0
-
-    def _call(self, frame: FrameType, event: str, arg: object) -> Trace | None:
-        if not any(part in frame.f_code.co_filename for part in _WATCHED):
-            return None
-        if frame.f_code.co_name == "alarm":
-            return None  # what is raised where an object dies is lost, as everywhere
-        frame.f_trace_opcodes = self.opcodes
-        return self._line
-
-    def _line(self, frame: FrameType, event: str, arg: object) -> Trace:
-        if event == ("opcode" if self.opcodes else "line"):
-            self._count += 1
-            if not self.at:
-                caller = self._caller(frame)
-                self.visited[frame.f_code, frame.f_lasti, caller].append(self._count)
-            elif self._count == self.at:
-                name = frame.f_code.co_filename.rpartition("/")[2]
-                self.where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-                raise KeyboardInterrupt
-        return self._line
-
-    @staticmethod
-    def _caller(frame: FrameType) -> int:
-        """What is atomic must be so wherever it is used."""
-        if frame.f_code.co_filename.endswith("atomic.py") and frame.f_back is not None:
-            return hash((frame.f_back.f_code, frame.f_back.f_lineno))
-        return 0
-
-    @contextmanager
-    def armed(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys._getframe().f_trace_opcodes = self.opcodes  # 3.12 looks for one first
-        sys.settrace(self._call)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
 
 
 class Scenario:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from interrupter import Interrupter
 
 from mq.mesh import lead as lead_module
 from mq.mesh.lead import IDLE_SECONDS, Changes, Lead
@@ -188,3 +189,31 @@ def test_who_is_interrupted_before_the_lock_is_given_up_still_has_it(
         with pytest.raises(KeyboardInterrupt):
             lead._wait_for_events(0.0, 0.0, threading.get_ident())
         assert lead.lock.locked()
+
+
+@pytest.mark.parametrize("where", ["giving way", "waking up", "following"])
+def test_an_interrupt_between_any_bytecodes_leaves_who_waits_with_the_lock(
+    lead: Lead, where: str
+) -> None:
+    """`with` releases it in any case, and would raise another error if it were free."""
+    me = threading.get_ident()
+    calls = {
+        "giving way": lead._give_way,
+        "waking up": lambda: lead._wait_for_events(0.0, 0.0, me),
+        "following": lambda: lead._changes.wait(0.0),
+    }
+    at, interrupts = 0, 0
+    while True:
+        at += 1
+        lead._wanted, lead._leader = True, me
+        interrupter = Interrupter(at, opcodes=True)
+        with lead.lock:
+            try:
+                with interrupter.armed():
+                    calls[where]()
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert lead.lock.locked(), interrupter.where
+        if not interrupter.where:
+            break
+    assert interrupts == at - 1 > 20

@@ -36,23 +36,25 @@ def extend_each(
     _consume(map(_extend, queues, runs))
 
 
-def give_up(lock: threading.Lock, given: deque[None]) -> None:
-    """Release a lock in the middle of `with`; `given` is not empty from then on."""
+def give_up(lock: threading.Lock, given: deque[object]) -> None:
+    """Release a lock in the middle of `with`, until `take_back` with the same `given`.
+
+    Args:
+        given: Empty. It tells how far both are, and each step is one call into C.
+    """
     given.extend(map(_release, (lock,)))
 
 
-def take_back(lock: threading.Lock, given: deque[None]) -> None:
-    """Take a lock again that was given up, if it was.
+def take_back(lock: threading.Lock, given: deque[object]) -> None:
+    """Take a lock again that was given up, if it was, and once only.
 
     An interrupt waits until it is taken: `with` would else release another thread's.
+    It may come as this begins, so call it again in a further ``finally``.
     """
-    if not given:
-        return
-    taken: deque[bool] = deque()
     interrupt: BaseException | None = None
-    while not taken:
+    while len(given) == 1:
         try:
-            taken.extend(map(lock.acquire, (True,)))
+            given.extend(map(lock.acquire, (True,)))
         except BaseException as error:  # noqa: PERF203 - that is what it loops for
             interrupt = error
     if interrupt is not None:

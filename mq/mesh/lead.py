@@ -44,9 +44,21 @@ class Changes(threading.Condition):
     def __init__(self, lock: threading.Lock) -> None:
         super().__init__(lock)
         self._mutex = lock
+        self._given: dict[int, deque[object]] = {}
 
-    def _acquire_restore(self, state: object) -> None:  # what `wait` takes it back by
-        take_back(self._mutex, deque((None,)))
+    def wait(self, timeout: float | None = None) -> bool:
+        given: deque[object] = deque()
+        self._given[threading.get_ident()] = given
+        try:
+            return super().wait(timeout)
+        finally:
+            take_back(self._mutex, given)  # it was interrupted before it did so
+
+    def _release_save(self) -> None:  # what `wait` gives the lock up by
+        give_up(self._mutex, self._given[threading.get_ident()])
+
+    def _acquire_restore(self, state: object) -> None:  # and takes it back
+        take_back(self._mutex, self._given[threading.get_ident()])
 
 
 class Lead:
@@ -180,14 +192,17 @@ class Lead:
         ready: list[int] = []
         if me == _KEEPER:
             self._keeper_polls = True
-        given: deque[None] = deque()
+        given: deque[object] = deque()
         try:
-            give_up(self.lock, given)
-            self._let_others_in()
-            ready = self.poller.wait(max(0.0, until - now), me != _KEEPER)
-            self._wanted |= self.lock.locked()
+            try:
+                give_up(self.lock, given)
+                self._let_others_in()
+                ready = self.poller.wait(max(0.0, until - now), me != _KEEPER)
+                self._wanted |= self.lock.locked()
+            finally:
+                take_back(self.lock, given)
         finally:
-            take_back(self.lock, given)
+            take_back(self.lock, given)  # a Ctrl-C came before the first did so
             self._wanted = False
             if me == _KEEPER:
                 self._keeper_polls = False
@@ -202,12 +217,15 @@ class Lead:
     def _give_way(self) -> None:
         """In the middle of something long: let a thread that waits have the lock."""
         if self._wanted:
-            given: deque[None] = deque()
+            given: deque[object] = deque()
             try:
-                give_up(self.lock, given)
-                self._let_others_in()
+                try:
+                    give_up(self.lock, given)
+                    self._let_others_in()
+                finally:
+                    take_back(self.lock, given)
             finally:
-                take_back(self.lock, given)
+                take_back(self.lock, given)  # a Ctrl-C came before the first did so
 
     def _let_others_in(self) -> None:
         """The lock is free, but not fair: who takes it back at once is always first."""
