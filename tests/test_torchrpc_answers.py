@@ -16,7 +16,7 @@ from torchrpc_links import rpc_conn
 from mq.transport import Conn, What
 from transports import _torchrpc_calls as calls
 from transports._torchrpc_arrivals import KEPT_BYTES, Arrivals
-from transports._torchrpc_conns import CALLS, Call
+from transports._torchrpc_conns import CALLS
 from transports.torchrpc import TorchRpcLink
 
 MOST = 100
@@ -228,7 +228,8 @@ def test_a_call_that_waits_lets_nothing_out_but_its_answer() -> None:
         ours, theirs = (member.received for member in world.members)
         conn, body = rpc_conn(accepted), bytes(200_000)
         under_way = [calls.Future[Any]() for _ in range(CALLS)]
-        conn._calls = [Call(future, 0) for future in under_way]
+        for future in under_way:
+            conn._calls.add(future, 0)
         assert conn.try_send(b"small")
         assert conn.try_send(b"large", memoryview(body))
         assert len(conn._unsent) == 2
@@ -271,15 +272,17 @@ def test_answers_in_any_order_make_room() -> None:
         dialled, _ = acquainted(world)
         conn = rpc_conn(dialled)
         futures = [calls.Future[Any]() for _ in range(3)]
-        conn._calls = [Call(future, 10**n) for n, future in enumerate(futures)]
+        world.until(lambda: not conn.unanswered, "quiet")
+        for number, future in enumerate(futures):
+            conn._calls.add(future, 10**number)
         conn._ahead = 111
         futures[2].set_result(True)
         futures[1].set_result((0, [b"late"], [None]))
         conn._settle()
-        assert ([c.future for c in conn._calls], conn._ahead) == (futures[:1], 1)
+        assert (len(conn._calls), conn._ahead) == (1, 1)
         futures[0].set_result(True)
         conn._settle()
-        assert (conn._calls, conn._ahead) == ([], 0)
+        assert (len(conn._calls), conn._ahead) == (0, 0)
 
 
 def test_closing_waits_for_no_call_that_waits() -> None:

@@ -160,8 +160,3 @@ class Arrivals:
                     calls.resolve(future, value)
         with self._lock:
             self._held = [future for future in self._held if not future.done()]
-
-
-def is_plain(bodies: list[Body]) -> bool:
-    """Whether an answer can carry them: nobody would hear when a tensor was read."""
-    return all(body is None or type(body) is bytes for body in bodies)

@@ -21,6 +21,11 @@ def is_tensor(body: Body) -> bool:
     return isinstance(body, torch.Tensor)
 
 
+def is_plain(body: Body) -> bool:
+    """Whether an answer can carry it: nobody would hear when a tensor was read."""
+    return body is None or type(body) is bytes
+
+
 def outgoing(body: memoryview | None) -> Body:
     """The body as it goes into a call; a tensor of its memory where it is large."""
     if body is None:

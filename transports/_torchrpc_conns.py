@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -23,10 +22,11 @@ import numpy as np
 from mq.devices import Piece, leaving
 from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
 from transports import _torchrpc_calls as calls
-from transports._torchrpc_arrivals import KEPT_BYTES, Arrivals, is_plain
-from transports._torchrpc_bodies import Body, is_tensor, outgoing, size_of
+from transports._torchrpc_arrivals import KEPT_BYTES, Arrivals
+from transports._torchrpc_bodies import Body, is_plain, is_tensor, outgoing
 from transports._torchrpc_descriptors import Promise
-from transports._torchrpc_pieces import unwrap, weight, wrapped
+from transports._torchrpc_pieces import unwrap, weight, weight_of, wrapped
+from transports._torchrpc_under_way import UnderWay
 
 if TYPE_CHECKING:
     from transports._torchrpc_control import Control, Greeting
@@ -38,15 +38,6 @@ BATCH_BYTES: Final = 512 * 1024
 """A batch is closed once it has so much, but for its last message."""
 GRACE_SECONDS: Final = 2.0
 """How long what was sent before a goodbye may take to arrive after it."""
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A call under way, and whether its answer will be noticed by itself."""
-
-    future: Any
-    nbytes: int
-    watched: bool = False
 
 
 class RpcConn(Conn):
@@ -75,13 +66,13 @@ class RpcConn(Conn):
         self._greeting: Greeting | None = None
         # sending
         self._unsent: deque[tuple[bytes, Body, int]] = deque()
-        self._calls: list[Call] = []
+        self._calls = UnderWay(self._notice)
         self._ahead = self._sent = 0
         self._issuing = False
         self._refused = False
         self._unheard_at: float | None = None
-        self._may_wait = False  # whether calls may wait for a batch the other way
-        self._has_answered = False
+        # Whether calls may wait for a batch the other way, and any of theirs got one.
+        self._may_wait = self._has_answered = False
         # receiving
         self._arrivals = Arrivals(self._agent, link.max_ahead, self._notice)
         self._body: Body = None
@@ -129,7 +120,7 @@ class RpcConn(Conn):
     def unanswered(self) -> bool:
         """Whether calls are under way; their tensors are in use."""
         self._settle()
-        self._watch()
+        self._calls.watch()
         return bool(self._calls)
 
     def _peer_lost(self, reason: str) -> None:
@@ -169,9 +160,6 @@ class RpcConn(Conn):
     def _send(self, head: bytes, nbytes: int, body: memoryview | Piece | None) -> bool:
         if self._peer is None or self.reason or self.closed:
             return True
-        if self._issuing:  # a Ctrl-C came in the middle of a call
-            self.fail("a message was interrupted while it was sent")
-            return True
         if not 0 < len(head) <= MAX_HEAD_BYTES:
             self.fail(f"a head of {len(head)} bytes is outside the limits")
             return True
@@ -179,7 +167,7 @@ class RpcConn(Conn):
             self._settle()
         if self._ahead and self._ahead + nbytes > self._link.max_ahead:
             self._refused = True
-            self._watch()
+            self._calls.watch()
             return False
         if not isinstance(body, Piece):
             body = outgoing(body)
@@ -187,15 +175,15 @@ class RpcConn(Conn):
         self._ahead += nbytes
         self._flush(CALLS)
         if self._unsent:
-            self._watch()
+            self._calls.watch()
         return True
 
     def _flush(self, most: int) -> None:
         """Send what waits, as far as so many calls may be under way."""
-        if self._issuing:  # a Ctrl-C came in the middle of it
+        if self._issuing:  # a Ctrl-C came in the middle of a call
             self.fail("a message was interrupted while it was sent")
         while self._unsent and not self.reason:
-            answers = self._arrivals.keeps and is_plain([self._unsent[0][1]])
+            answers = self._arrivals.keeps and is_plain(self._unsent[0][1])
             if not answers and len(self._calls) >= most:
                 return
             self._issuing = True
@@ -203,7 +191,7 @@ class RpcConn(Conn):
             bodies: list[Body] = []
             nbytes = 0
             while self._unsent and nbytes < BATCH_BYTES:
-                if answers and not is_plain([self._unsent[0][1]]):
+                if answers and not is_plain(self._unsent[0][1]):
                     break
                 head, body, size = self._unsent.popleft()
                 heads.append(head)
@@ -232,11 +220,11 @@ class RpcConn(Conn):
         except RuntimeError as error:
             self.fail(f"TensorPipe cannot reach the peer: {error}")
             return
-        self._calls.append(Call(future, nbytes))
+        self._calls.add(future, nbytes)
         if self.promise is not None and self.promise.call is None:
             self.promise.call = future
         if waits:
-            self._watch()
+            self._calls.watch()
 
     def _may_call_wait(self) -> bool:
         """Whether a batch may come as an answer: it waits for no room here.
@@ -246,24 +234,13 @@ class RpcConn(Conn):
         known = self.promise is not None and self.promise.count() == 0
         return self._may_wait and known and self._arrivals.has_room
 
-    def _watch(self) -> None:
-        """Have the link look here when calls are answered.
-
-        Only where something waits for that: a callback runs Python in a thread of
-        TensorPipe's, just when the mesh's thread wants to run.
-        """
-        for call in self._calls:
-            if not call.watched:
-                call.future.add_done_callback(self._notice)
-                call.watched = True
-
     def _notice(self, _: object = None) -> None:
         """In any thread."""
         self._link.notice(self)
 
     def _settle(self) -> None:
         """Take note of the answers."""
-        for call in [call for call in self._calls if call.future.done()]:
+        for call in self._calls.answered():
             problem = calls.failure(call.future)
             if problem:
                 if self._peer is not None:
@@ -288,25 +265,18 @@ class RpcConn(Conn):
         if self.promise is not None:
             self.promise.heard = True
         known = unwrap(bodies, self._link.devices, self._link.piece_bytes)
-        nbytes = self._checked(sequence, heads, bodies) if known else None
-        if nbytes is None:
+        nbytes = weight_of(sequence, heads, bodies, self._link.chunk_bytes)
+        if nbytes is None or not known:
             self._malformed()
             return calls.done(False)
         return self._arrivals.take((sequence, heads, bodies), nbytes, waits is True)
 
     def _take_answer(self, sequence: Any, heads: Any, bodies: Any) -> None:
-        nbytes = self._checked(sequence, heads, bodies)
-        if nbytes is None or not is_plain(bodies):
+        nbytes = weight_of(sequence, heads, bodies, self._link.chunk_bytes)
+        if nbytes is None or not all(map(is_plain, bodies)):
             self._malformed()
         else:
             self._arrivals.answered((sequence, heads, bodies), nbytes)
-
-    def _checked(self, sequence: Any, heads: Any, bodies: Any) -> int | None:
-        """The weight of a batch; None: it is none."""
-        nbytes = size_of(heads, bodies, self._link.chunk_bytes)
-        if nbytes is None or type(sequence) is not int:
-            return None
-        return nbytes + sum(weight(body) for body in bodies if isinstance(body, Piece))
 
     def _malformed(self) -> None:
         self._link.malformed += 1
@@ -380,7 +350,7 @@ class RpcConn(Conn):
         self._settle()
         self._flush(CALLS)
         if self._refused or self._unsent:
-            self._watch()
+            self._calls.watch()
         if self._refused and 2 * self._ahead <= self._link.max_ahead:
             self._refused = False
             if not self.reason:

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from mq.devices import Piece, filled
-from transports._torchrpc_bodies import Body
+from transports._torchrpc_bodies import Body, size_of
 
 HOST_SHARE: Final = 4
 """A piece counts as this fraction of its bytes among those ahead of the wire: what
@@ -24,6 +24,20 @@ def weight(body: Body) -> int:
     if body is None:
         return 0
     return len(body) // HOST_SHARE if isinstance(body, Piece) else len(body)
+
+
+def weight_of(
+    sequence: object, heads: object, bodies: object, chunk_bytes: int
+) -> int | None:
+    """What a batch that has come counts among the bytes that are unread.
+
+    None: it is none.
+    """
+    nbytes = size_of(heads, bodies, chunk_bytes)
+    if nbytes is None or type(sequence) is not int:
+        return None
+    assert isinstance(bodies, list)
+    return nbytes + sum(weight(body) for body in bodies if isinstance(body, Piece))
 
 
 def wrapped(bodies: Sequence[Body]) -> tuple[list[Body], list[Piece]]:

@@ -44,21 +44,21 @@ class Changes(threading.Condition):
     def __init__(self, lock: threading.Lock) -> None:
         super().__init__(lock)
         self._mutex = lock
-        self._given: dict[int, deque[object]] = {}
+        self._waits = threading.local()  # how far each thread's is, as `give_up` has it
 
     def wait(self, timeout: float | None = None) -> bool:
         given: deque[object] = deque()
-        self._given[threading.get_ident()] = given
+        self._waits.given = given
         try:
             return super().wait(timeout)
         finally:
             take_back(self._mutex, given)  # it was interrupted before it did so
 
     def _release_save(self) -> None:  # what `wait` gives the lock up by
-        give_up(self._mutex, self._given[threading.get_ident()])
+        give_up(self._mutex, self._waits.given)
 
     def _acquire_restore(self, state: object) -> None:  # and takes it back
-        take_back(self._mutex, self._given[threading.get_ident()])
+        take_back(self._mutex, self._waits.given)
 
 
 class Lead:

@@ -1,0 +1,55 @@
+"""The calls of a connection that were made and are not answered yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call, and whether its answer will be noticed by itself."""
+
+    future: Any
+    nbytes: int
+    watched: bool = False
+
+
+class UnderWay:
+    """They, in the order in which they were made.
+
+    Args:
+        notice: Called when one that is watched is answered: in a thread of
+            TensorPipe's, or at once.
+    """
+
+    def __init__(self, notice: Callable[[object], None]) -> None:
+        self._notice = notice
+        self._calls: list[Call] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, future: Any, nbytes: int) -> None:
+        """One was made."""
+        self._calls.append(Call(future, nbytes))
+
+    def watch(self) -> None:
+        """Have all of them noticed when they are answered.
+
+        Only where something waits for that: a callback runs Python in a thread of
+        TensorPipe's, just when the mesh's thread wants to run.
+        """
+        for call in self._calls:
+            if not call.watched:
+                call.future.add_done_callback(self._notice)
+                call.watched = True
+
+    def answered(self) -> list[Call]:
+        """Those that are answered, until `remove`; they may be so in any order."""
+        return [call for call in self._calls if call.future.done()]
+
+    def remove(self, call: Call) -> None:
+        """It has been seen to."""
+        self._calls.remove(call)
