@@ -427,6 +427,33 @@ def test_small_messages_are_batched_while_an_answer_is_out() -> None:
     assert len(world["b"].payloads()) == 100
 
 
+@pytest.mark.parametrize("goes_on", [True, False], ids=["more", "no more"])
+def test_credit_is_answered_along_with_what_it_lets_out(goes_on: bool) -> None:
+    """Its sender waits for no answer: one goes alone only where nothing else does."""
+    world = subscribed("b")
+    publish_once(world)
+    a, b = world["a"], world["b"]
+    publish_until_full(world, "a")
+    before = b.session(a).number
+    answers = frames_to(world, b, wire.RECEIVED)
+    assert b.recv_all()
+    world.pump()
+    a.mesh.poll([], flush=True)  # by a call that waits for credit
+    world.pump()
+    credit = b.session(a).number
+    assert a.session(b).received == credit > before
+    assert not answers
+    if goes_on:
+        batches = frames_to(world, b, wire.DATA)
+        assert a.publish("t", b"y")
+        world.pump()
+        answers = batches
+    else:
+        world.advance(0.021)
+    (answer,) = answers
+    assert wire.HEADER.unpack_from(answer[0])[-1] == credit
+
+
 def test_a_full_batch_does_not_wait() -> None:
     """A batch leaves when it is full, whatever is unanswered."""
     world = subscribed("b", depth=4 * BATCH_MESSAGES)

@@ -15,6 +15,7 @@ from mq.mesh.session import (
     ANSWER_FRAMES,
     ANSWER_SECONDS,
     BYTES_PER_TURN,
+    UNHURRIED_SECONDS,
     Session,
 )
 from mq.mesh.wire import Malformed
@@ -41,6 +42,8 @@ _CONTROL_KINDS: Final = frozenset(
         wire.RELEASE,
     }
 )
+_UNHURRIED_KINDS: Final = frozenset({wire.CREDIT, wire.RELEASE})
+"""What follows from them goes the other way by itself, and carries the answer."""
 
 Message = tuple[bytes | memoryview, int]
 
@@ -165,15 +168,21 @@ class Reader:
             return
         else:
             self._control(session, kind, flags, memoryview(head)[wire.HEADER_BYTES :])
-        self._received(session, number, flags, now)
+        seconds = UNHURRIED_SECONDS if kind in _UNHURRIED_KINDS else ANSWER_SECONDS
+        self._received(session, number, flags, now, seconds)
 
-    def _received(self, session: Session, number: int, flags: int, now: float) -> None:
+    def _received(
+        self,
+        session: Session,
+        number: int,
+        flags: int,
+        now: float,
+        seconds: float = ANSWER_SECONDS,
+    ) -> None:
         session.received = number
         session.unanswered += 1
-        if flags & wire.FLAG_ANSWER or session.unanswered >= ANSWER_FRAMES:
-            session.answer_at = now
-        elif session.answer_at is None:
-            session.answer_at = now + ANSWER_SECONDS
+        at_once = flags & wire.FLAG_ANSWER or session.unanswered >= ANSWER_FRAMES
+        session.answer_by(now if at_once else now + seconds)
 
     def _unnumbered(
         self, session: Session, kind: int, head: bytes | memoryview

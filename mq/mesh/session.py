@@ -28,6 +28,8 @@ ANSWER_FRAMES: Final = 64
 """Frames after which RECEIVED is sent at once."""
 ANSWER_SECONDS: Final = 0.001
 """Seconds after which RECEIVED, or a batch that waits for more, is sent."""
+UNHURRIED_SECONDS: Final = 0.02
+"""The same where the sender waits for no answer; a flush does not hasten that."""
 BYTES_PER_TURN: Final = 4 << 20
 """Sent, or read, on one connection before other threads may have the mesh."""
 
@@ -222,7 +224,8 @@ class Session(Backlog):
                 self.had_its_fill = True
                 self.batch_at = now
                 return True
-        if self.answer_at is not None and (flush or now >= self.answer_at):
+        soon = now + ANSWER_SECONDS if flush else now
+        if self.answer_at is not None and soon >= self.answer_at:
             self.answer(now)
         return self.stats.sent_frames != before
 
@@ -288,6 +291,11 @@ class Session(Backlog):
         self.last_sent = now
         self.answer_at = None
         self.unanswered = 0
+
+    def answer_by(self, at: float) -> None:
+        """RECEIVED is due then, unless it already was before."""
+        if self.answer_at is None or at < self.answer_at:
+            self.answer_at = at
 
     def answer(self, now: float) -> None:
         """Send RECEIVED on its own; it also shows that this member lives."""
