@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 
 import torch
 
 import mq
 from bench.apps.dqn.collector import collect
 from bench.apps.dqn.task import Task
+from bench.runner import fork_server
 
 _GRACE = 10.0  # seconds for a collector to end by itself
 
@@ -43,8 +43,8 @@ class Crew:
 
     def __init__(self, backend: str, group: str, task: Task) -> None:
         self._arguments = (backend, group, task)
-        self._context = multiprocessing.get_context("spawn")
-        self.processes: list[SpawnProcess] = []
+        self._context = fork_server()  # who replaces a dead one begins at once
+        self.processes: list[ForkServerProcess] = []
         self.restarts = 0
 
     def __enter__(self) -> Crew:
@@ -52,7 +52,7 @@ class Crew:
         self.processes = [self._start(index) for index in range(task.collectors)]
         return self
 
-    def _start(self, index: int) -> SpawnProcess:
+    def _start(self, index: int) -> ForkServerProcess:
         process = self._context.Process(
             target=_play, args=(*self._arguments, index), name=collector_name(index)
         )
