@@ -9,24 +9,30 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
+Point = tuple[int, int]
+"""Which of the armed calls, and which line or bytecode of it in the mesh, from 1."""
 Trace = Callable[[FrameType, str, Any], Any]
 _WATCHED = ("/mq/mesh/", "/mq/borrowing.py")
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the n-th line (or bytecode) run in the mesh.
+    """Raises KeyboardInterrupt at one line (or bytecode) run in the mesh.
+
+    Args:
+        at: Where; None: nowhere, it only looks what is visited.
+        opcodes: Whether points are bytecodes in place of lines.
 
     Attributes:
-        visited: Numbers of the points at which each place in the code was reached.
+        visited: The points at which each place in the code was reached.
         where: The place of the interrupt; "" where there was none.
     """
 
-    def __init__(self, at: int, *, opcodes: bool = False) -> None:
+    def __init__(self, at: Point | None, *, opcodes: bool = False) -> None:
         self.at = at
         self.opcodes = opcodes
         self.where = ""
-        self.visited: dict[tuple[CodeType, int, int], list[int]] = defaultdict(list)
-        self._count = 0
+        self.visited: dict[tuple[CodeType, int, int], list[Point]] = defaultdict(list)
+        self._calls = self._count = 0
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Trace | None:
         if not any(part in frame.f_code.co_filename for part in _WATCHED):
@@ -39,10 +45,10 @@ class Interrupter:
     def _line(self, frame: FrameType, event: str, arg: object) -> Trace:
         if event == ("opcode" if self.opcodes else "line"):
             self._count += 1
-            if not self.at:
-                caller = self._caller(frame)
-                self.visited[frame.f_code, frame.f_lasti, caller].append(self._count)
-            elif self._count == self.at:
+            if self.at is None:
+                place = (frame.f_code, frame.f_lasti, self._caller(frame))
+                self.visited[place].append((self._calls, self._count))
+            elif self._count == self.at[1]:
                 name = frame.f_code.co_filename.rpartition("/")[2]
                 self.where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
                 raise KeyboardInterrupt
@@ -57,6 +63,11 @@ class Interrupter:
 
     @contextmanager
     def armed(self) -> Iterator[None]:
+        self._calls += 1
+        self._count = 0
+        if self.at is not None and self.at[0] != self._calls:
+            yield  # tracing takes twice the time
+            return
         before = sys.gettrace()
         sys._getframe().f_trace_opcodes = self.opcodes  # 3.12 looks for one first
         sys.settrace(self._call)

@@ -30,6 +30,7 @@ class ScriptedConn(Conn):
     """One end of a connection.
 
     Attributes:
+        number: The same at both ends.
         other: The opposite end; None for a dial that never connects.
         flight: What this end has sent and the test has not delivered yet.
         arrived: What was delivered to this end and not yet received.
@@ -44,6 +45,7 @@ class ScriptedConn(Conn):
         self.address = address
         self.whole_bytes = link.whole_bytes
         self.most_unanswered = link.most_unanswered
+        self.number = 0
         self.other: ScriptedConn | None = None
         self.flight: deque[Parcel] = deque()
         self.arrived: deque[Parcel] = deque()
@@ -296,7 +298,9 @@ class ScriptedNet:
             near.broken = True
             link.report(What.LOST, near, "connection refused")
         elif manner == "open" and not self.is_separated(link.address, address):
-            far = ScriptedConn(target, f"{link.address}?{next(self._serial)}")
+            near.number = next(self._serial)
+            far = ScriptedConn(target, f"{link.address}?{near.number}")
+            far.number = near.number
             target.conns[far] = None
             near.other, far.other = far, near
             self.conns += [near, far]

@@ -206,7 +206,7 @@ def test_an_interrupt_between_any_bytecodes_leaves_who_waits_with_the_lock(
     while True:
         at += 1
         lead._wanted, lead._leader = True, me
-        interrupter = Interrupter(at, opcodes=True)
+        interrupter = Interrupter((1, at), opcodes=True)
         with lead.lock:
             try:
                 with interrupter.armed():
