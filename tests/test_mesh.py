@@ -380,6 +380,24 @@ def test_a_lost_answer_to_bye_does_not_hold_a_member_up() -> None:
         assert not world["b"].mesh.sessions
 
 
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_a_member_leaves_before_its_credit_is_answered(names: str) -> None:
+    """Not even where the peer, which cannot be watched, is gone meanwhile."""
+    world = World(*names)
+    a, b = world["a"], world["b"]
+    b.subscribe("t", depth=4)
+    world.settle()
+    while a.publish("t", b"x"):
+        world.settle()
+    assert len(b.payloads()) == 4
+    world.pump()
+    assert b.session(a).frames
+    b.mesh.leave("left")
+    world.kill("a", visible=False)
+    world.pump()
+    assert b.mesh.has_left()
+
+
 def test_proof_of_death_releases_who_waits_at_once() -> None:
     """A dead process is forgotten without a time-out, and its last words are read."""
     world = World("a", "b", "c")

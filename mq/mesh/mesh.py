@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LAST_WORDS: Final = wire.UNHURRIED | {wire.BYE}
+"""What a peer that is gone need not have had."""
 ROUNDS_PER_POLL: Final = 16
 """How often `poll` looks again after it has sent something, before it returns."""
 
@@ -97,7 +99,8 @@ class Mesh:
 
         Args:
             ready: Descriptors that the poller found readable, for process watches.
-            flush: Send batches that wait for more messages, and answers, at once.
+            flush: Send batches that wait for more messages at once, and answers that
+                somebody may wait for.
             until_message: Return as soon as there is something to `take`; the rest is
                 left to the next call, which `next_deadline` then asks for at once.
         """
@@ -271,7 +274,7 @@ class Mesh:
         self.changed += 1
         if session.watch is not None and session.watch.ended():
             self.forget(session, "its process ended", proven=True)
-        elif self.leaving and all(f.kind == wire.BYE for f in session.frames):
+        elif self.leaving and all(f.kind in _LAST_WORDS for f in session.frames):
             self.forget(session, "it closed before it answered BYE", proven=True)
         elif session.dialler and session.alive:
             logger.debug("connection to %s broke: %s", session.name, reason)

@@ -42,8 +42,6 @@ _CONTROL_KINDS: Final = frozenset(
         wire.RELEASE,
     }
 )
-_UNHURRIED_KINDS: Final = frozenset({wire.CREDIT, wire.RELEASE})
-"""What follows from them goes the other way by itself, and carries the answer."""
 
 Message = tuple[bytes | memoryview, int]
 
@@ -168,7 +166,7 @@ class Reader:
             return
         else:
             self._control(session, kind, flags, memoryview(head)[wire.HEADER_BYTES :])
-        seconds = UNHURRIED_SECONDS if kind in _UNHURRIED_KINDS else ANSWER_SECONDS
+        seconds = UNHURRIED_SECONDS if kind in wire.UNHURRIED else ANSWER_SECONDS
         self._received(session, number, flags, now, seconds)
 
     def _received(

@@ -42,6 +42,9 @@ PIECE: Final = 21
 RECEIVED: Final = 30
 FENCED: Final = 31
 
+UNHURRIED: Final = frozenset({CREDIT, RELEASE})
+"""Nobody waits for the answer to these: what follows from them carries it."""
+
 HEADER: Final = struct.Struct("<BBHQQ")
 """kind, flags, zero, number of this frame (0: none), number received last."""
 HEADER_BYTES: Final = HEADER.size
