@@ -49,7 +49,17 @@ class Crew:
 
     def __enter__(self) -> Crew:
         _, _, task = self._arguments
-        self.processes = [self._start(index) for index in range(task.collectors)]
+        # The server takes seconds to start: of what is interrupted meanwhile nothing
+        # must be left but a process that does nothing.
+        first = self._context.Process()
+        first.start()
+        first.join()
+        try:
+            for index in range(task.collectors):
+                self.processes.append(self._start(index))
+        except BaseException:
+            self._end(0.0)
+            raise
         return self
 
     def _start(self, index: int) -> ForkServerProcess:
@@ -67,8 +77,11 @@ class Crew:
                 self.restarts += 1
 
     def __exit__(self, kind: object, *_: object) -> None:
+        self._end(_GRACE if kind is None else 0.0)
+
+    def _end(self, grace: float) -> None:
         for process in self.processes:
-            process.join(_GRACE if kind is None else 0.0)
+            process.join(grace)
             if process.exitcode is None:
                 process.terminate()
         for process in self.processes:
