@@ -474,7 +474,8 @@ typedef struct {
     double until;
 } Gate;
 
-static PyObject *str_locked;
+/* Names of attributes, interned. */
+static PyObject *str_closing, *str_forked, *str_lock, *str_locked, *str_popleft, *str_ready;
 
 static inline int
 has_room(const Gate *gate, double published_at, Py_ssize_t nbytes)
@@ -958,6 +959,70 @@ end:
     return found;
 }
 
+/* -- messages that are ready ---------- */
+
+/* Whether an attribute is true; -1 after an error. */
+static int
+is_set(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    int found = value == NULL ? -1 : PyObject_IsTrue(value);
+    Py_XDECREF(value);
+    return found;
+}
+
+/* Whether somebody has the driver's lock, or may not call it any more; -1 after an
+   error. */
+static int
+is_busy(PyObject *driver)
+{
+    int busy = is_set(driver, str_closing);
+    if (busy == 0)
+        busy = is_set(driver, str_forked);
+    if (busy != 0)
+        return busy;
+    PyObject *lock = PyObject_GetAttr(driver, str_lock);
+    PyObject *locked = lock == NULL ? NULL : PyObject_CallMethodNoArgs(lock, str_locked);
+    busy = locked == NULL ? -1 : PyObject_IsTrue(locked);
+    Py_XDECREF(locked);
+    Py_XDECREF(lock);
+    return busy;
+}
+
+static PyObject *
+pop_ready(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !PyList_CheckExact(args[2]) || PyList_GET_SIZE(args[2]) != 1) {
+        PyErr_SetString(PyExc_TypeError, "pop_ready(driver, inbox, [None])");
+        return NULL;
+    }
+    int found = is_busy(args[0]);
+    if (found != 0)
+        return found < 0 ? NULL : Py_NewRef(Py_False);
+    PyObject *ready = PyObject_GetAttr(args[1], str_ready);
+    Py_ssize_t size = ready == NULL ? -1 : PyObject_Size(ready);
+    if (size > 1) {
+        PyObject *product = PyObject_CallMethodNoArgs(ready, str_popleft);
+        if (product == NULL)
+            size = -1;
+        else
+            PyList_SetItem(args[2], 0, product);
+    }
+    Py_XDECREF(ready);
+    return size < 0 ? NULL : Py_NewRef(size > 1 ? Py_True : Py_False);
+}
+
+static int
+intern_names(void)
+{
+    return (str_closing = PyUnicode_InternFromString("closing")) != NULL
+           && (str_forked = PyUnicode_InternFromString("forked")) != NULL
+           && (str_lock = PyUnicode_InternFromString("lock")) != NULL
+           && (str_locked = PyUnicode_InternFromString("locked")) != NULL
+           && (str_popleft = PyUnicode_InternFromString("popleft")) != NULL
+           && (str_ready = PyUnicode_InternFromString("ready")) != NULL;
+}
+
 /* -- the module ---------- */
 
 static PyMethodDef methods[] = {
@@ -966,6 +1031,7 @@ static PyMethodDef methods[] = {
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, NULL},
     {"fill", (PyCFunction)(void (*)(void))fill, METH_FASTCALL, NULL},
     {"follow", (PyCFunction)(void (*)(void))follow, METH_FASTCALL, NULL},
+    {"pop_ready", (PyCFunction)(void (*)(void))pop_ready, METH_FASTCALL, NULL},
     {NULL},
 };
 
@@ -981,8 +1047,7 @@ PyInit__speed(void)
 {
     PyObject *module = PyModule_Create(&definition);
     PyObject *gate = module == NULL ? NULL : PyType_FromSpec(&gate_spec);
-    str_locked = gate == NULL ? NULL : PyUnicode_InternFromString("locked");
-    if (str_locked == NULL || PyModule_AddObject(module, "Gate", gate) < 0) {
+    if (gate == NULL || !intern_names() || PyModule_AddObject(module, "Gate", gate) < 0) {
         Py_XDECREF(gate);
         Py_XDECREF(module);
         return NULL;

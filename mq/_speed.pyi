@@ -1,9 +1,11 @@
 from typing import Any
 
 from mq.mesh.gate import Gate as Gate
+from mq.mesh.ready import PopReady
 from mq.plain import DecodeRun
 
 decode_run: DecodeRun
+pop_ready: PopReady
 
 def encode_plain(payload: Any, /) -> bytes | None: ...
 def copy(source: memoryview, target: memoryview, past_cache: bool, /) -> None: ...

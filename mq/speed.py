@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from mq import plain
-from mq.mesh import gate
+from mq.mesh import gate, ready
 
 try:
     if os.environ.get("MQ_COMPILED") == "0":
@@ -66,6 +66,7 @@ encode_plain: Final[Callable[[Any], bytes | None]] = (
     _speed.encode_plain if COMPILED else plain.encode_plain
 )
 decode_run: Final[plain.DecodeRun] = _decode_run if COMPILED else plain.decode_run
+pop_ready: Final[ready.PopReady] = _speed.pop_ready if COMPILED else ready.pop_ready
 copy: Final[Callable[[memoryview, memoryview, bool], None]] = (
     _speed.copy if COMPILED else _copy
 )

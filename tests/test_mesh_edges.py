@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from interrupter import Interrupter
 from scripted import Parcel, ScriptedConn
 from test_mesh_flow import LARGE, publish_once, subscribed
 from world import Got, World
 
+from mq import speed
 from mq.frames import Frames
 from mq.mesh import wire
 from mq.mesh.driver import Driver
 from mq.mesh.outgoing import Topic
+from mq.mesh.ready import pop_ready
 
 
 @pytest.fixture(autouse=True)
@@ -218,21 +223,103 @@ def test_a_sequence_that_no_publisher_reaches_is_malformed() -> None:
     assert not any(isinstance(item, Got) for item in world["b"].recv_all())
 
 
+def driver_of(ready: deque[str], **attributes: Any) -> Any:
+    """What `Driver.pop` needs."""
+    values: dict[str, Any] = {
+        "_inbox": SimpleNamespace(ready=ready),
+        "lock": threading.Lock(),
+        "closing": False,
+        "forked": False,
+    }
+    return SimpleNamespace(**values | attributes)
+
+
+@pytest.fixture(params=["python", "compiled"])
+def _either_pop(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Have `Driver.pop` use each of the twins."""
+    if request.param == "compiled" and not speed.COMPILED:
+        pytest.skip("mq._speed was not built, or is not wanted")
+    if request.param == "python":
+        monkeypatch.setattr(speed, "pop_ready", pop_ready)
+
+
+@pytest.mark.usefixtures("_either_pop")
 @pytest.mark.parametrize("state", ["closing", "forked"])
 def test_what_is_ready_is_not_handed_out_when_all_is_over(state: str) -> None:
     """Neither in a forked child nor while the queue is being closed."""
     ready = deque(["one", "two", "three"])
-    driver: Any = SimpleNamespace(
-        _inbox=SimpleNamespace(ready=ready),
-        lock=threading.Lock(),
-        closing=state == "closing",
-        forked=state == "forked",
-    )
-    assert Driver.pop(driver) is None
+    assert Driver.pop(driver_of(ready, **{state: True})) is None
     assert len(ready) == 3
 
 
-def test_a_pop_interrupted_before_it_had_an_effect_has_none() -> None:
+@pytest.mark.usefixtures("_either_pop")
+def test_the_last_that_is_ready_is_not_popped() -> None:
+    """With it the run is done, of which the mesh must hear."""
+    driver = driver_of(deque(["one", "two", "three"]))
+    assert [Driver.pop(driver) for _ in range(4)] == ["one", "two", None, None]
+    assert not driver.lock.locked()
+
+
+@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
+def test_nothing_is_popped_while_the_lock_is_taken() -> None:
+    """Its holder may be changing what is ready; the compiled pop does not wait."""
+    driver = driver_of(deque(["one", "two", "three"]))
+    with driver.lock:
+        assert Driver.pop(driver) is None
+    assert Driver.pop(driver) == "one"
+
+
+@pytest.mark.usefixtures("_either_pop")
+def test_many_threads_pop_each_message_once() -> None:
+    """And each thread in their order."""
+    ready = deque(map(str, range(20_001)))
+    driver = driver_of(ready)
+    got: list[list[int]] = [[] for _ in range(4)]
+
+    def pop(mine: list[int]) -> None:
+        while len(ready) > 1:
+            if (found := Driver.pop(driver)) is not None:
+                mine.append(int(found))
+
+    threads = [threading.Thread(target=pop, args=(mine,)) for mine in got]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(mine == sorted(mine) for mine in got)
+    assert sorted(itertools.chain(*got)) == list(range(20_000))
+
+
+@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
+def test_a_pop_interrupted_anywhere_loses_nothing() -> None:
+    """Between any two bytecodes but before its return, where there is no interrupt.
+
+    What it had taken comes first again.
+    """
+
+    def pop(interrupter: Interrupter) -> list[str]:
+        ready, returned = deque(["one", "two", "three"]), list[str]()
+        driver = driver_of(ready, put_back=returned.append)
+        found = None
+        with contextlib.suppress(KeyboardInterrupt), interrupter.armed():
+            found = Driver.pop(driver)
+        return [*(returned if found is None else [found]), *ready]
+
+    survey = Interrupter(None, opcodes=True)
+    assert pop(survey) == ["one", "two", "three"]
+    points = sorted(itertools.chain(*survey.visited.values()))[:-1]
+    assert len(points) > 10
+    for point in points:
+        interrupter = Interrupter(point, opcodes=True)
+        assert pop(interrupter) == ["one", "two", "three"], interrupter.where
+        assert interrupter.where
+
+
+def test_a_pop_interrupted_before_it_had_an_effect_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Even if another thread takes that message before the interrupt is handled."""
 
     class Ready(deque[str]):
@@ -253,11 +340,10 @@ def test_a_pop_interrupted_before_it_had_an_effect_has_none() -> None:
                 thread.start()
                 thread.join()
 
+    monkeypatch.setattr(speed, "pop_ready", pop_ready)  # the other one takes no lock
     got: list[Any] = []
     ready = Ready(["one", "two", "three", "four"])
-    driver: Any = SimpleNamespace(
-        _inbox=SimpleNamespace(ready=ready), lock=Lock(), closing=False, forked=False
-    )
+    driver = driver_of(ready, lock=Lock())
     with pytest.raises(KeyboardInterrupt):
         Driver.pop(driver)
     assert got == ["one"]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from mq import speed
 from mq.mesh.feed import Feed
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
@@ -70,28 +71,14 @@ class Driver(Publishing):
 
     def pop(self) -> Any:
         """A message that is ready, or None: then `take` knows more. Never waits."""
-        if len(self._inbox.ready) < 2:
-            return None
-        found = None
+        box: list[Any] = [None]
         try:
-            with self.lock:
-                ready = self._inbox.ready
-                if len(ready) > 1 and not (self.closing or self.forked):
-                    try:
-                        found = ready[0]
-                        ready.popleft()
-                    except BaseException:
-                        if ready[0] is found:  # it is still there
-                            found = None
-                        raise
-            return found
+            if speed.pop_ready(self, self._inbox, box):
+                return box[0]
+            return None
         except BaseException:
-            if found is not None:
-                with self.lock:
-                    if ready is self._inbox.ready:
-                        ready.appendleft(found)
-                    else:
-                        self._inbox.put_back(found)
+            if box[0] is not None:
+                self.put_back(box[0])
             raise
 
     def take(self, timeout: float | None) -> Any:
