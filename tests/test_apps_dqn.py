@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import sys
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from bench.apps.command import BACKENDS, measure
 from bench.apps.dqn import curves, watch
 from bench.apps.dqn.cells import APP, Placed
 from bench.apps.dqn.collector import collect
+from bench.apps.dqn.crew import Crew
 from bench.apps.dqn.games import Step, make
 from bench.apps.dqn.learner import Learner
 from bench.apps.dqn.replay import NStep, Replay, SumTree, pack
@@ -157,6 +159,24 @@ def test_a_killed_collector_is_replaced_and_training_goes_on(backend: str) -> No
 
     assert summary.iterations > killed[0]
     assert summary.lost == 0
+
+
+def test_an_interrupt_while_collectors_start_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that were started before are ended."""
+    start = Crew._start
+
+    def start_one(crew: Crew, index: int) -> ForkServerProcess:
+        if index:
+            raise KeyboardInterrupt
+        return start(crew, index)
+
+    monkeypatch.setattr(Crew, "_start", start_one)
+    before = multiprocessing.active_children()
+    with pytest.raises(KeyboardInterrupt), Crew("zmq", "none", Task(collectors=2)):
+        pass
+    assert multiprocessing.active_children() == before
 
 
 def test_training_goes_on_from_a_checkpoint(
