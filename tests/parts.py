@@ -42,17 +42,17 @@ PARTS = {
     "conformance of the others": [CONFORMANCE, "-k", f"not ({_NNG} or {_RPC})"],
     "soak, torchrpc": _LONG,
     "applications": _APPS,
-    "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
-    "interrupts": [_INTERRUPTS],
     "links and rendezvous": sorted({*_ENGINES} - {*_LONG}),
-    "conformance of nng": [CONFORMANCE, "-k", _NNG],
     "conformance of tcp and torchrpc": [CONFORMANCE, "-k", f"({_RPC}) and not {_NNG}"],
-    "the bench": _BENCH,
+    "conformance of nng": [CONFORMANCE, "-k", _NNG],
     IN_PYTHON: [
         *(str(_HERE / f"test_{name}.py") for name in ("codec", "mesh_flow")),
         CONFORMANCE,
         *("-k", "test_codec or test_mesh_flow or inproc or [shm-"),
     ],
+    "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
+    "the bench": _BENCH,
+    "interrupts": [_INTERRUPTS],
 }
 LIMIT_SECONDS = 3600.0
 PROGRESS_SECONDS = 30.0

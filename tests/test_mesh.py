@@ -46,13 +46,14 @@ def interleavings(
 ) -> Iterator[World]:
     """Every order in which what is in flight can be delivered, one world each.
 
-    Of orders that differ only in what two members do apart from each other there is
-    one: those of the others are put to sleep (P. Godefroid, Partial-Order Methods for
-    the Verification of Concurrent Systems, 1996, chapter 5).
+    Of orders that differ only in what two members do apart from each other most are
+    left out: their first steps are put to sleep (P. Godefroid, Partial-Order Methods
+    for the Verification of Concurrent Systems, 1996, chapter 5).
 
     Args:
         after_step: Called with the member that something was delivered to. Returns
-            whether it did more than what that member does by itself.
+            whether more was done than what that member does by itself: a dial, which
+            the other one hears of at once.
         is_open: Whether the order still matters.
     """
     choices: list[Choice] = []
