@@ -311,7 +311,7 @@ def rejects_foreign_addresses(make: MakeLink) -> None:
         assert not any(map(member.link.is_routable, member.addresses))
 
 
-def leaves_nothing_behind(make: MakeLink, cycles: int = 60) -> None:
+def leaves_nothing_behind(make: MakeLink, cycles: int = 200) -> None:
     """Opening, connecting and closing leaves no descriptor, thread or file.
 
     `tempfile.tempdir` must be a directory that nobody else uses.

@@ -48,7 +48,7 @@ PARTS = {
     IN_PYTHON: [
         *(str(_HERE / f"test_{name}.py") for name in ("codec", "mesh_flow")),
         CONFORMANCE,
-        *("-k", "test_codec or test_mesh_flow or inproc or [shm-"),
+        *("-k", "not test_transport or inproc or [shm-"),
     ],
     "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
     "the bench": _BENCH,
