@@ -996,20 +996,16 @@ pop_ready(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_TypeError, "pop_ready(driver, inbox, [None])");
         return NULL;
     }
-    int found = is_busy(args[0]);
-    if (found != 0)
-        return found < 0 ? NULL : Py_NewRef(Py_False);
     PyObject *ready = PyObject_GetAttr(args[1], str_ready);
     Py_ssize_t size = ready == NULL ? -1 : PyObject_Size(ready);
-    if (size > 1) {
+    int found = size > 1 && is_busy(args[0]) == 0;
+    if (found) {
         PyObject *product = PyObject_CallMethodNoArgs(ready, str_popleft);
-        if (product == NULL)
-            size = -1;
-        else
+        if (product != NULL)
             PyList_SetItem(args[2], 0, product);
     }
     Py_XDECREF(ready);
-    return size < 0 ? NULL : Py_NewRef(size > 1 ? Py_True : Py_False);
+    return PyErr_Occurred() ? NULL : Py_NewRef(found ? Py_True : Py_False);
 }
 
 static int
