@@ -12,8 +12,8 @@ from setuptools.build_meta import *  # noqa: F403  the hooks that pip calls
 
 SPEED = setuptools.Extension(
     "mq._speed",
-    ["mq/_speed.c"],
-    depends=[".build/backend.py"],  # so that a source distribution has it
+    ["mq/_speed.c", "mq/_lock.c"],
+    depends=["mq/_lock.h", ".build/backend.py"],  # so that a source distribution has it
     extra_compile_args=["-O3", "-std=c11", "-pthread"],
     optional=True,  # without a compiler its twins in Python stand in for it
 )

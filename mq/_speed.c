@@ -20,6 +20,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "_lock.h"
+
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -1028,6 +1030,8 @@ static PyMethodDef methods[] = {
     {"fill", (PyCFunction)(void (*)(void))fill, METH_FASTCALL, NULL},
     {"follow", (PyCFunction)(void (*)(void))follow, METH_FASTCALL, NULL},
     {"pop_ready", (PyCFunction)(void (*)(void))pop_ready, METH_FASTCALL, NULL},
+    {"hold_signal", hold_signal, METH_O, NULL},
+    {"signal_waits", signal_waits, METH_NOARGS, NULL},
     {NULL},
 };
 
@@ -1043,7 +1047,8 @@ PyInit__speed(void)
 {
     PyObject *module = PyModule_Create(&definition);
     PyObject *gate = module == NULL ? NULL : PyType_FromSpec(&gate_spec);
-    if (gate == NULL || !intern_names() || PyModule_AddObject(module, "Gate", gate) < 0) {
+    if (gate == NULL || !intern_names() || add_lock(module) < 0
+        || PyModule_AddObject(module, "Gate", gate) < 0) {
         Py_XDECREF(gate);
         Py_XDECREF(module);
         return NULL;

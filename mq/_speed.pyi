@@ -1,3 +1,4 @@
+import threading
 from typing import Any
 
 from mq.mesh.gate import Gate as Gate
@@ -20,3 +21,7 @@ def follow(
     target: memoryview,
     /,
 ) -> int: ...
+def hold_signal(number: int, /) -> bool: ...
+def signal_waits() -> bool: ...
+
+Lock = threading.Lock

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -61,6 +62,10 @@ def _decode_run(*run: Any) -> list[Message]:
     return found or plain.decode_run(*run)  # which takes what is rare
 
 
+def _never(*arguments: object) -> bool:
+    return False
+
+
 Gate: Final[type[gate.Gate]] = _speed.Gate if COMPILED else gate.Gate
 encode_plain: Final[Callable[[Any], bytes | None]] = (
     _speed.encode_plain if COMPILED else plain.encode_plain
@@ -97,3 +102,9 @@ Args:
 Returns:
     How many bytes were copied in all; as many as before if no more came.
 """
+Lock: Final[Callable[[], threading.Lock]] = _speed.Lock if COMPILED else threading.Lock
+"""A lock; compiled, signals wait while the main thread has it. See `mq.signals`."""
+hold_signal: Final[Callable[[int], bool]] = _speed.hold_signal if COMPILED else _never
+"""Have a signal wait for `Lock`; whether it will: not without a handler in Python."""
+signal_waits: Final[Callable[[], bool]] = _speed.signal_waits if COMPILED else _never
+"""Whether a signal waits for the main thread to release a `Lock`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from interrupter import Interrupter
 
+from mq import signals, speed
 from mq.mesh import lead as lead_module
 from mq.mesh.lead import IDLE_SECONDS, Changes, Lead
 
@@ -103,6 +106,19 @@ def test_in_the_middle_of_something_long_others_get_the_lock(lead: Lead) -> None
         assert got.is_set()
         assert lead.lock.locked()
     thread.join()
+
+
+@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
+def test_in_the_middle_of_something_long_an_interrupt_is_raised(lead: Lead) -> None:
+    """Where the mesh is as it must be; the lock is held again."""
+    signals.hold()
+    with lead.lock:
+        lead._give_way()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert speed.signal_waits()
+        with pytest.raises(KeyboardInterrupt):
+            lead._give_way()
+        assert lead.lock.locked()
 
 
 @pytest.mark.parametrize(("asleep_until", "woken"), [(2.0, 1), (1.0, 0)])

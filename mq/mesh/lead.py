@@ -19,10 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NoReturn
 
+from mq import signals
 from mq.errors import Closed, ForkedProcess
 from mq.mesh.atomic import give_up, take_back
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
+from mq.speed import Lock, signal_waits
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ class Lead:
     def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
         self.mesh = mesh
         self.poller = poller
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.closing = False
         self.forked = False
         self.upkeep: Callable[[], None] = lambda: None
@@ -107,6 +109,7 @@ class Lead:
 
     def start(self) -> None:
         """Start the keeper."""
+        signals.hold()
         self._keeper.start()
 
     def stop(self) -> None:
@@ -121,7 +124,7 @@ class Lead:
     def abandon(self) -> None:
         """In a forked child: whoever held the lock does not exist here."""
         self.forked = True
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.mesh.publisher.close_gates()
 
     def check(self) -> None:
@@ -215,8 +218,11 @@ class Lead:
                 self.poller.wake()
 
     def _give_way(self) -> None:
-        """In the middle of something long: let a thread that waits have the lock."""
-        if self._wanted:
+        """In the middle of something long: let a thread that waits have the lock.
+
+        And signals their handlers, which may raise.
+        """
+        if self._wanted or signal_waits():
             given: deque[object] = deque()
             try:
                 try:
@@ -343,6 +349,7 @@ class Lead:
         self._upkeep_at = now + self.upkeep_seconds
         self.lock.release()
         try:
+            signals.hold()  # those that got a handler meanwhile, or another
             self.upkeep()
         except Exception:
             if not self.closing:

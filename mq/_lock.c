@@ -1,0 +1,308 @@
+/* A lock for the main thread, too: while that holds one, no signal handler of Python's
+   runs in it. Handlers raise exceptions, KeyboardInterrupt above all, between any two
+   bytecodes; what is done under such a lock is done as a whole.
+
+   Python's own C handler only notes that a signal came, and the main thread then calls
+   the handler in Python. Ours stands before it, passes the signal on at once if no such
+   lock is held, and else when it is released. What `signal` knows of is unchanged. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+
+#include "_lock.h"
+
+#define OVERDUE_NS 1000000000 /* signals pass if the main thread is stuck for so long */
+
+static void (*python_handler)(int);
+static _Atomic unsigned long main_thread;
+static atomic_int depth;    /* locks that the main thread holds, or is about to */
+static atomic_int handling; /* threads in `on_signal` */
+static atomic_int waits;    /* whether any signal waits */
+static atomic_int waiting[NSIG];
+static _Atomic int64_t waits_since;
+static int generation = 1; /* grows with each fork */
+
+static inline int64_t
+nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static int
+overdue(void)
+{
+    int64_t now = nanoseconds(), since = 0;
+    return !atomic_compare_exchange_strong(&waits_since, &since, now)
+           && now - since > OVERDUE_NS;
+}
+
+/* Runs in any thread, and calls nothing that a signal handler must not. */
+static void
+on_signal(int number)
+{
+    int before = errno;
+    atomic_fetch_add(&handling, 1);
+    if (atomic_load(&depth) == 0 || overdue()) {
+        atomic_store(&waiting[number], 0); /* it counts for the one that waits */
+        python_handler(number);
+    } else {
+        atomic_store(&waiting[number], 1);
+        atomic_store(&waits, 1);
+        /* It may have been released by another thread's doing meanwhile. */
+        if (atomic_load(&depth) == 0 && atomic_exchange(&waiting[number], 0))
+            python_handler(number);
+    }
+    atomic_fetch_sub(&handling, 1);
+    errno = before;
+}
+
+static void
+let_go(void)
+{
+    if (atomic_fetch_sub(&depth, 1) != 1 || !atomic_load(&waits))
+        return;
+    atomic_store(&waits, 0);
+    atomic_store(&waits_since, 0);
+    for (int number = 1; number < NSIG; number++)
+        if (atomic_exchange(&waiting[number], 0))
+            PyErr_SetInterruptEx(number);
+}
+
+/* From here on signals wait; those that came before are handled now, which may raise. */
+static int
+hold(void)
+{
+    if (atomic_fetch_add(&depth, 1) != 0)
+        return 0;
+    while (atomic_load(&handling))
+        sched_yield(); /* another thread is about to note one */
+    if (PyErr_CheckSignals() == 0)
+        return 0;
+    let_go();
+    return -1;
+}
+
+static void
+after_fork(void)
+{
+    generation++;
+    atomic_store(&main_thread, PyThread_get_thread_ident());
+    atomic_store(&depth, 0);
+    atomic_store(&handling, 0);
+    atomic_store(&waits, 0);
+    atomic_store(&waits_since, 0);
+    for (int number = 1; number < NSIG; number++)
+        atomic_store(&waiting[number], 0);
+}
+
+PyObject *
+hold_signal(PyObject *module, PyObject *argument)
+{
+    long number = PyLong_AsLong(argument);
+    struct sigaction action;
+    if (PyErr_Occurred())
+        return NULL;
+    if (number < 1 || number >= NSIG || sigaction((int)number, NULL, &action) < 0) {
+        PyErr_Format(PyExc_ValueError, "there is no signal %ld", number);
+        return NULL;
+    }
+    if (action.sa_handler == on_signal)
+        Py_RETURN_TRUE;
+    if (action.sa_flags & SA_SIGINFO || action.sa_handler == SIG_DFL
+        || action.sa_handler == SIG_IGN
+        || (python_handler != NULL && action.sa_handler != python_handler))
+        Py_RETURN_FALSE;
+    python_handler = action.sa_handler;
+    action.sa_handler = on_signal;
+    if (sigaction((int)number, &action, NULL) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_TRUE;
+}
+
+PyObject *
+signal_waits(PyObject *module, PyObject *ignored)
+{
+    return PyBool_FromLong(atomic_load(&waits));
+}
+
+/* -- the lock ---------- */
+
+typedef struct {
+    PyObject_HEAD
+    PyThread_type_lock lock;
+    int locked;
+    int held; /* the generation in which the main thread took it, or 0 */
+} Lock;
+
+/* Take it; -1 is an exception, 0: it did not become free in time. An interrupt may come
+   before it is taken, never after.
+
+   `micros`: how long to wait; -1: for ever. */
+static int
+take(Lock *self, int64_t micros)
+{
+    int in_main = PyThread_get_thread_ident() == atomic_load(&main_thread);
+    if (in_main && hold() < 0)
+        return -1;
+    int64_t until = micros > 0 ? nanoseconds() / 1000 + micros : 0;
+    int got = PyThread_acquire_lock(self->lock, NOWAIT_LOCK);
+    while (!got && micros != 0) {
+        PyLockStatus status;
+        Py_BEGIN_ALLOW_THREADS
+        status = PyThread_acquire_lock_timed(self->lock, micros, 1);
+        Py_END_ALLOW_THREADS
+        if (status == PY_LOCK_FAILURE)
+            break;
+        got = status == PY_LOCK_ACQUIRED;
+        if (!got && in_main) {
+            let_go();
+            if (hold() < 0)
+                return -1;
+        }
+        if (!got && micros > 0) {
+            int64_t left = until - nanoseconds() / 1000;
+            micros = left > 0 ? left : 0;
+        }
+    }
+    if (got) {
+        self->locked = 1;
+        self->held = in_main ? generation : 0;
+    } else if (in_main) {
+        let_go();
+    }
+    return got;
+}
+
+static void
+give(Lock *self)
+{
+    int held = self->held;
+    self->held = self->locked = 0;
+    PyThread_release_lock(self->lock);
+    if (held == generation)
+        let_go();
+}
+
+static PyObject *
+lock_acquire(Lock *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"blocking", "timeout", NULL};
+    int blocking = 1;
+    double timeout = -1.0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|pd", names, &blocking, &timeout))
+        return NULL;
+    if (timeout != -1.0 && (!blocking || !(timeout >= 0.0 && timeout < 1e9))) {
+        PyErr_SetString(PyExc_ValueError, "timeout is for one that blocks, up to 1e9 s");
+        return NULL;
+    }
+    int64_t micros = timeout < 0.0 ? -1 : (int64_t)(timeout * 1e6);
+    int got = take(self, blocking ? micros : 0);
+    return got < 0 ? NULL : PyBool_FromLong(got);
+}
+
+static PyObject *
+lock_enter(Lock *self, PyObject *ignored)
+{
+    return take(self, -1) < 0 ? NULL : Py_NewRef(Py_True);
+}
+
+static PyObject *
+lock_release(Lock *self, PyObject *ignored)
+{
+    if (!self->locked) {
+        PyErr_SetString(PyExc_RuntimeError, "release unlocked lock");
+        return NULL;
+    }
+    give(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+lock_locked(Lock *self, PyObject *ignored)
+{
+    return PyBool_FromLong(self->locked);
+}
+
+static PyObject *
+lock_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    if (!PyArg_ParseTuple(args, ""))
+        return NULL;
+    Lock *self = (Lock *)type->tp_alloc(type, 0);
+    if (self != NULL && (self->lock = PyThread_allocate_lock()) == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)self;
+}
+
+static void
+lock_dealloc(Lock *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    if (self->locked)
+        give(self);
+    if (self->lock != NULL)
+        PyThread_free_lock(self->lock);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef lock_methods[] = {
+    {"acquire", (PyCFunction)(void (*)(void))lock_acquire, METH_VARARGS | METH_KEYWORDS,
+     NULL},
+    {"release", (PyCFunction)lock_release, METH_NOARGS, NULL},
+    {"locked", (PyCFunction)lock_locked, METH_NOARGS, NULL},
+    {"__enter__", (PyCFunction)lock_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)lock_release, METH_VARARGS, NULL},
+    {NULL},
+};
+
+static PyType_Slot lock_slots[] = {
+    {Py_tp_new, lock_new},
+    {Py_tp_dealloc, lock_dealloc},
+    {Py_tp_methods, lock_methods},
+    {0, NULL},
+};
+
+static PyType_Spec lock_spec = {
+    .name = "mq._speed.Lock",
+    .basicsize = sizeof(Lock),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = lock_slots,
+};
+
+int
+add_lock(PyObject *module)
+{
+    static int watched;
+    PyObject *threading = PyImport_ImportModule("threading");
+    PyObject *thread
+        = threading == NULL ? NULL : PyObject_CallMethod(threading, "main_thread", NULL);
+    PyObject *ident = thread == NULL ? NULL : PyObject_GetAttrString(thread, "ident");
+    unsigned long number = ident == NULL ? 0 : PyLong_AsUnsignedLong(ident);
+    Py_XDECREF(ident);
+    Py_XDECREF(thread);
+    Py_XDECREF(threading);
+    PyObject *lock = PyErr_Occurred() ? NULL : PyType_FromSpec(&lock_spec);
+    if (lock == NULL)
+        return -1;
+    atomic_store(&main_thread, number);
+    if (!watched && pthread_atfork(NULL, NULL, after_fork) == 0)
+        watched = 1;
+    if (PyModule_AddObject(module, "Lock", lock) < 0) {
+        Py_DECREF(lock);
+        return -1;
+    }
+    return 0;
+}

@@ -1,0 +1,9 @@
+/* What the extension module has of _lock.c. */
+
+#include <Python.h>
+
+#pragma GCC visibility push(hidden)
+int add_lock(PyObject *module);
+PyObject *hold_signal(PyObject *module, PyObject *number);
+PyObject *signal_waits(PyObject *module, PyObject *ignored);
+#pragma GCC visibility pop

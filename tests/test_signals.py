@@ -1,0 +1,335 @@
+"""Handlers of signals wait while the main thread holds a lock of the library's."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+
+from mq import signals, speed
+from mq.speed import Lock
+
+compiled = pytest.mark.skipif(
+    not speed.COMPILED, reason="mq._speed was not built or not wanted"
+)
+
+
+class Alarm(Exception):
+    """What a handler of the application's raises."""
+
+
+def send(number: int = signal.SIGINT) -> None:
+    """As another process does."""
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture
+def handle() -> Iterator[Callable[..., None]]:
+    """Installs a handler, and holds its signal; afterwards it is as before."""
+    before: dict[int, object] = {}
+
+    def install(number: int, handler: Callable[..., object]) -> None:
+        before[number] = signal.signal(number, handler)
+        signals.hold()
+
+    signals.hold()
+    yield install
+    for number, handler in before.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]
+    signals.hold()
+
+
+def in_thread(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_one_thread_at_a_time_holds_the_lock() -> None:
+    """However many want it, and whatever they do while they have it."""
+    lock, total = Lock(), [0]
+
+    def work() -> None:
+        for number in range(2000):
+            with lock:
+                before = total[0]
+                if number % 100 == 0:
+                    time.sleep(0)
+                total[0] = before + 1
+
+    threads = [in_thread(work) for _ in range(4)]
+    for thread in threads:
+        thread.join()
+    assert total == [8000]
+    assert not lock.locked()
+
+
+def test_a_lock_is_as_those_of_threading() -> None:
+    """What is asked of it, and what is refused."""
+    lock = Lock()
+    assert lock.acquire()
+    assert lock.locked()
+    assert not lock.acquire(False)
+    began = time.monotonic()
+    assert not lock.acquire(timeout=0.05)
+    assert time.monotonic() - began >= 0.05
+    assert not lock.acquire(True, 0)
+    lock.release()
+    with pytest.raises(RuntimeError, match="release unlocked lock"):
+        lock.release()
+    for wrong in ({"blocking": False, "timeout": 1}, {"timeout": -2}):
+        with pytest.raises(ValueError, match="timeout"):
+            lock.acquire(**wrong)
+    thread = in_thread(lock.acquire)
+    thread.join()
+    assert lock.locked()
+    lock.release()  # another thread's
+    with lock as got:
+        assert got
+
+
+@compiled
+def test_an_interrupt_waits_until_the_lock_is_released(
+    handle: Callable[..., None],
+) -> None:
+    """And what is done under it is done to the end."""
+    lock, done = Lock(), []
+
+    def work() -> None:
+        with lock:
+            assert not speed.signal_waits()
+            send()
+            done.append("whole")
+            assert speed.signal_waits()
+        done.append("more")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["whole"]
+    assert not lock.locked()
+    assert not speed.signal_waits()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@compiled
+def test_it_waits_for_the_last_of_several_locks(handle: Callable[..., None]) -> None:
+    """Those of two queues, for example."""
+    first, second, done = Lock(), Lock(), []
+
+    def work() -> None:
+        with first:
+            with second:
+                send()
+            done.append("one is held")
+        done.append("none")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["one is held"]
+
+
+@compiled
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGCHLD])
+def test_so_do_other_signals_that_have_a_handler(
+    handle: Callable[..., None], number: int
+) -> None:
+    """Those that raise when a worker dies, or when time is over."""
+
+    def raises(number: int, frame: FrameType | None) -> None:
+        raise Alarm
+
+    done = []
+
+    def work() -> None:
+        with Lock():
+            send(number)
+            done.append("whole")
+        done.append("more")
+
+    handle(number, raises)
+    with pytest.raises(Alarm):
+        work()
+    assert done == ["whole"]
+    assert signal.getsignal(number) is raises
+
+
+@compiled
+def test_a_handler_may_use_what_was_interrupted(handle: Callable[..., None]) -> None:
+    """It would wait for ever for a lock that its own thread holds."""
+    lock, ran = Lock(), []
+
+    def publishes(number: int, frame: FrameType | None) -> None:
+        with lock:
+            ran.append(number)
+
+    handle(signal.SIGTERM, publishes)
+    with lock:
+        send(signal.SIGTERM)
+    assert ran == [signal.SIGTERM]
+    send(signal.SIGTERM)
+    assert ran == [signal.SIGTERM] * 2
+    assert not lock.locked()
+
+
+@compiled
+def test_locks_of_other_threads_hold_no_signal(handle: Callable[..., None]) -> None:
+    """Handlers run in the main thread only."""
+    lock, let_go = Lock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            let_go.wait()
+
+    thread = in_thread(hold)
+    while not lock.locked():
+        time.sleep(0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            send()
+        # Nor does one that the main thread waits for: it is not taken.
+        main = threading.main_thread().ident
+        assert main is not None
+        killer = in_thread(lambda: interrupt_until(main, let_go))
+        with pytest.raises(KeyboardInterrupt):
+            lock.acquire()
+    finally:
+        let_go.set()
+        thread.join()
+        killer.join()
+    assert not lock.locked()
+
+
+def interrupt_until(thread: int, over: threading.Event) -> None:
+    """Interrupt a thread once it sleeps, and again if it did not yet."""
+    while not over.is_set():
+        with open(f"/proc/self/task/{os.getpid()}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] == "S":
+                signal.pthread_kill(thread, signal.SIGINT)
+                return
+
+
+@compiled
+def test_who_is_stuck_under_a_lock_can_be_interrupted_after_a_second(
+    handle: Callable[..., None],
+) -> None:
+    """Ctrl-C once more; the mesh is told of such an exception and recovers."""
+    with Lock():
+        with pytest.raises(KeyboardInterrupt):
+            send_for_seconds(10.0)
+    assert not speed.signal_waits()
+
+
+def send_for_seconds(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        send()
+
+
+@compiled
+def test_a_child_forked_meanwhile_gets_its_signals() -> None:
+    """By another thread, which is the main thread of the child."""
+    status: list[int] = []
+
+    def fork() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads and fork
+            child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(1)
+        status.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    with Lock():
+        thread = in_thread(fork)
+        thread.join()
+    assert status == [7]
+
+
+@compiled
+def test_handlers_in_c_and_signals_without_one_are_left_alone() -> None:
+    """`faulthandler`, and what ends a process."""
+    assert not speed.hold_signal(signal.SIGUSR2)
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.register(signal.SIGUSR2, file=file)
+        try:
+            assert not speed.hold_signal(signal.SIGUSR2)
+            with Lock():
+                send(signal.SIGUSR2)
+                file.seek(0)
+                assert "test_signals.py" in file.read()
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+    for wrong in (0, 10_000):
+        with pytest.raises(ValueError, match=f"no signal {wrong}"):
+            speed.hold_signal(wrong)
+
+
+STORM = """
+import os, signal, sys, threading, time
+from mq import signals
+from mq.speed import Lock
+
+lock, steps, over = Lock(), [0, 0, 0], threading.Event()
+main = threading.main_thread().ident
+
+def storm():
+    while not over.is_set():
+        if sys.argv[1] == "process":
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(2e-5)
+
+def count():
+    with lock:
+        for step in range(3):
+            steps[step] += 1
+
+def count_on():
+    while not over.is_set():
+        count()
+
+def interrupt(number, frame):
+    if frame.f_code is count.__code__:
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, interrupt)
+signals.hold()
+interrupts = whole = 0
+threads = [threading.Thread(target=work) for work in (storm, count_on)]
+for thread in threads:
+    thread.start()
+while interrupts < 2000:
+    try:
+        count()
+        whole += 1
+    except KeyboardInterrupt:
+        interrupts += 1
+over.set()
+for thread in threads:
+    thread.join()
+assert len(set(steps)) == 1 and whole > 0 and not lock.locked(), (steps, whole)
+"""
+
+
+@compiled
+@pytest.mark.parametrize("to", ["process", "thread"])
+def test_under_a_storm_of_interrupts_all_is_done_as_a_whole(to: str) -> None:
+    """Whichever thread of the process the kernel gives the signal to."""
+    done = subprocess.run(
+        [sys.executable, "-c", STORM, to], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
