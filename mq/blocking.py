@@ -41,7 +41,8 @@ class BlockingQueue(Membership):
         super().__init__(resolved, joined, codec, pool)
         self._topics: set[str] = set()
         self._publish = self._driver.publish
-        self._pop = self._driver.pop
+        self._inbox = self._mesh.subscriber.inbox
+        self._pop_ready = speed.pop_ready
         self._take = self._driver.take
         self._known = self._mesh.publisher.topics
         self._lock = self._driver.lock
@@ -49,7 +50,7 @@ class BlockingQueue(Membership):
         self._decode = codec.decode
         self._decode_run = speed.decode_run
         self._settle = borrowing.settle
-        self._mesh.subscriber.inbox.prepare = self._prepare
+        self._inbox.prepare = self._prepare
 
     # -- publishing ----------
 
@@ -255,18 +256,19 @@ class BlockingQueue(Membership):
                 call goes on.
             Closed: The queue is closed, or was closed while waiting.
         """
-        message = self._pop()
-        if message is not None:
-            return message  # type: ignore[no-any-return]
-        item = None
+        box: list[Any] = [None]  # what is taken is in the inbox or in there
         try:
-            item = self._take(timeout)
-            if item is None:
+            if self._pop_ready(self._driver, self._inbox, box):
+                return box[0]  # type: ignore[no-any-return]
+            if not self._take(box, timeout):
                 raise RecvTimeout(f"{self!r}: no message within {timeout:g} s")
-            return self._finish(item)
+        except BaseException:
+            self._driver.put_back(box)
+            raise
+        try:
+            return self._finish(box[0])
         except KeyboardInterrupt:
-            if item is not None:
-                self._driver.put_back(item)
+            self._driver.put_back(box)
             raise
 
     def _finish(self, item: Message | Entry | MessagesLost) -> Message:

@@ -112,11 +112,8 @@ class MQ(BlockingQueue):
         with self._wakeups() as wakeup:
             while True:
                 wakeup.clear()
-                item = self._driver.pop()
-                if item is None:
-                    item = self._driver.take(0)
-                if item is not None:
-                    return self._finish(item)
+                with contextlib.suppress(RecvTimeout):
+                    return self.recv(0)
                 if not await _wait(wakeup, deadline):
                     raise RecvTimeout(f"{self!r}: no message within {timeout:g} s")
 

@@ -12,11 +12,11 @@ from typing import Any
 Point = tuple[int, int]
 """Which of the armed calls, and which line or bytecode of it in the mesh, from 1."""
 Trace = Callable[[FrameType, str, Any], Any]
-_WATCHED = ("/mq/mesh/", "/mq/borrowing.py")
+_WATCHED = ("/mq/mesh/", "/mq/borrowing.py", "/mq/blocking.py")
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at one line (or bytecode) run in the mesh.
+    """Raises KeyboardInterrupt at one line (or bytecode) of the mesh, or of a call.
 
     Args:
         at: Where; None: nowhere, it only looks what is visited.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections import deque
@@ -16,6 +17,7 @@ from test_mesh_flow import LARGE, publish_once, subscribed
 from world import Got, World
 
 from mq import speed
+from mq.blocking import BlockingQueue
 from mq.frames import Frames
 from mq.mesh import wire
 from mq.mesh.driver import Driver
@@ -224,9 +226,9 @@ def test_a_sequence_that_no_publisher_reaches_is_malformed() -> None:
 
 
 def driver_of(ready: deque[str], **attributes: Any) -> Any:
-    """What `Driver.pop` needs."""
+    """What `pop_ready` needs."""
     values: dict[str, Any] = {
-        "_inbox": SimpleNamespace(ready=ready),
+        "inbox": SimpleNamespace(ready=ready),
         "lock": threading.Lock(),
         "closing": False,
         "forked": False,
@@ -234,11 +236,29 @@ def driver_of(ready: deque[str], **attributes: Any) -> Any:
     return SimpleNamespace(**values | attributes)
 
 
+def pop(driver: Any) -> Any:
+    """What is popped, or None."""
+    box: list[Any] = [None]
+    assert speed.pop_ready(driver, driver.inbox, box) == (box[0] is not None)
+    return box[0]
+
+
+def driver_that_takes_back(ready: deque[str], **attributes: Any) -> Any:
+    """One with `put_back`."""
+    driver = driver_of(ready, poller=SimpleNamespace(wake=lambda: None), **attributes)
+    driver._changes = SimpleNamespace(notify_all=lambda: None)
+    driver._inbox = driver.inbox
+    driver.inbox.put_back = ready.appendleft
+    driver._put_back = functools.partial(Driver._put_back, driver)
+    driver.put_back = functools.partial(Driver.put_back, driver)
+    return driver
+
+
 @pytest.fixture(params=["python", "compiled"])
 def _either_pop(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Have `Driver.pop` use each of the twins."""
+    """Have each of the twins used."""
     if request.param == "compiled" and not speed.COMPILED:
         pytest.skip("mq._speed was not built, or is not wanted")
     if request.param == "python":
@@ -250,7 +270,7 @@ def _either_pop(
 def test_what_is_ready_is_not_handed_out_when_all_is_over(state: str) -> None:
     """Neither in a forked child nor while the queue is being closed."""
     ready = deque(["one", "two", "three"])
-    assert Driver.pop(driver_of(ready, **{state: True})) is None
+    assert pop(driver_of(ready, **{state: True})) is None
     assert len(ready) == 3
 
 
@@ -258,7 +278,7 @@ def test_what_is_ready_is_not_handed_out_when_all_is_over(state: str) -> None:
 def test_the_last_that_is_ready_is_not_popped() -> None:
     """With it the run is done, of which the mesh must hear."""
     driver = driver_of(deque(["one", "two", "three"]))
-    assert [Driver.pop(driver) for _ in range(4)] == ["one", "two", None, None]
+    assert [pop(driver) for _ in range(4)] == ["one", "two", None, None]
     assert not driver.lock.locked()
 
 
@@ -267,8 +287,8 @@ def test_nothing_is_popped_while_the_lock_is_taken() -> None:
     """Its holder may be changing what is ready; the compiled pop does not wait."""
     driver = driver_of(deque(["one", "two", "three"]))
     with driver.lock:
-        assert Driver.pop(driver) is None
-    assert Driver.pop(driver) == "one"
+        assert pop(driver) is None
+    assert pop(driver) == "one"
 
 
 @pytest.mark.usefixtures("_either_pop")
@@ -278,12 +298,12 @@ def test_many_threads_pop_each_message_once() -> None:
     driver = driver_of(ready)
     got: list[list[int]] = [[] for _ in range(4)]
 
-    def pop(mine: list[int]) -> None:
+    def pop_all(mine: list[int]) -> None:
         while len(ready) > 1:
-            if (found := Driver.pop(driver)) is not None:
+            if (found := pop(driver)) is not None:
                 mine.append(int(found))
 
-    threads = [threading.Thread(target=pop, args=(mine,)) for mine in got]
+    threads = [threading.Thread(target=pop_all, args=(mine,)) for mine in got]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -293,28 +313,55 @@ def test_many_threads_pop_each_message_once() -> None:
 
 
 @pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
-def test_a_pop_interrupted_anywhere_loses_nothing() -> None:
+def test_a_recv_interrupted_anywhere_loses_nothing() -> None:
     """Between any two bytecodes but before its return, where there is no interrupt.
 
     What it had taken comes first again.
     """
 
-    def pop(interrupter: Interrupter) -> list[str]:
-        ready, returned = deque(["one", "two", "three"]), list[str]()
-        driver = driver_of(ready, put_back=returned.append)
+    def recv(interrupter: Interrupter) -> list[str]:
+        ready = deque(["one", "two", "three"])
+        driver = driver_that_takes_back(ready)
+        queue: Any = SimpleNamespace(
+            _driver=driver, _inbox=driver.inbox, _pop_ready=speed.pop_ready
+        )
+        queue._finish = functools.partial(BlockingQueue._finish, queue)
         found = None
         with contextlib.suppress(KeyboardInterrupt), interrupter.armed():
-            found = Driver.pop(driver)
-        return [*(returned if found is None else [found]), *ready]
+            found = BlockingQueue.recv(queue)
+        return [*([] if found is None else [found]), *ready]
 
     survey = Interrupter(None, opcodes=True)
-    assert pop(survey) == ["one", "two", "three"]
+    assert recv(survey) == ["one", "two", "three"]
     points = sorted(itertools.chain(*survey.visited.values()))[:-1]
     assert len(points) > 10
     for point in points:
         interrupter = Interrupter(point, opcodes=True)
-        assert pop(interrupter) == ["one", "two", "three"], interrupter.where
+        assert recv(interrupter) == ["one", "two", "three"], interrupter.where
         assert interrupter.where
+
+
+def test_what_is_put_back_is_there_though_another_interrupt_comes() -> None:
+    """People press Ctrl-C twice."""
+
+    class Lock:
+        """Is interrupted as it is about to be taken for the first time."""
+
+        taken = 0
+
+        def __enter__(self) -> None:
+            self.taken += 1
+            if self.taken == 1:
+                raise KeyboardInterrupt
+
+        def __exit__(self, *exc: object) -> None:
+            pass
+
+    ready, box = deque(["two"]), ["one"]
+    with pytest.raises(KeyboardInterrupt):
+        driver_that_takes_back(ready, lock=Lock()).put_back(box)
+    assert list(ready) == ["one", "two"]
+    assert box == [None]
 
 
 def test_a_pop_interrupted_before_it_had_an_effect_has_none(
@@ -336,7 +383,7 @@ def test_a_pop_interrupted_before_it_had_an_effect_has_none(
 
         def __exit__(self, *exc: object) -> None:
             if exc[0] is KeyboardInterrupt:
-                thread = threading.Thread(target=lambda: got.append(Driver.pop(driver)))
+                thread = threading.Thread(target=lambda: got.append(pop(driver)))
                 thread.start()
                 thread.join()
 
@@ -345,6 +392,6 @@ def test_a_pop_interrupted_before_it_had_an_effect_has_none(
     ready = Ready(["one", "two", "three", "four"])
     driver = driver_of(ready, lock=Lock())
     with pytest.raises(KeyboardInterrupt):
-        Driver.pop(driver)
+        pop(driver)
     assert got == ["one"]
     assert list(ready) == ["two", "three", "four"]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from mq import speed
 from mq.mesh.feed import Feed
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
@@ -69,20 +68,12 @@ class Driver(Publishing):
 
     # -- recv ----------
 
-    def pop(self) -> Any:
-        """A message that is ready, or None: then `take` knows more. Never waits."""
-        box: list[Any] = [None]
-        try:
-            if speed.pop_ready(self, self._inbox, box):
-                return box[0]
-            return None
-        except BaseException:
-            if box[0] is not None:
-                self.put_back(box[0])
-            raise
+    def take(self, box: list[Any], timeout: float | None) -> bool:
+        """Move what `Inbox.take` returns next into a list of one element.
 
-    def take(self, timeout: float | None) -> Any:
-        """What `Inbox.take` returns next; None if nothing came in time.
+        Returns:
+            Whether there was anything in time. After an exception nothing is lost: what
+            is in the box then is for `put_back`.
 
         Raises:
             Closed: The queue is closed.
@@ -91,27 +82,20 @@ class Driver(Publishing):
             self._refuse()
         if timeout is not None and not timeout >= 0:
             check_timeout(timeout)
-        item = None
-        try:
-            self._wanted |= self.lock.locked()
-            with self.lock:
-                self._wanted = False
-                if self.closing or self.mesh.replaced:
-                    self._refuse()
-                try:
-                    item = self._take_now(timeout)
-                    self._inbox.hand_over()
-                except BaseException:
-                    if not self._inbox.undo_take() and item is not None:
-                        self._inbox.put_back(item)
-                    item = None
-                    self.mesh.recover()
-                    raise
-            return item
-        except BaseException:
-            if item is not None:
-                self.put_back(item)
-            raise
+        self._wanted |= self.lock.locked()
+        with self.lock:
+            self._wanted = False
+            if self.closing or self.mesh.replaced:
+                self._refuse()
+            try:
+                box[0] = self._take_now(timeout)
+                self._inbox.hand_over()
+            except BaseException:
+                if self._inbox.undo_take():
+                    box[0] = None
+                self.mesh.recover()
+                raise
+        return box[0] is not None
 
     def _take_now(self, timeout: float | None) -> Any:
         subscriber = self._subscriber
@@ -156,10 +140,19 @@ class Driver(Publishing):
         finally:
             self._leave()
 
-    def put_back(self, item: Any) -> None:
-        """Undo `take` of a call that was interrupted."""
+    def put_back(self, box: list[Any]) -> None:
+        """Have what an interrupted `recv` had taken, if anything, come next again."""
+        try:
+            self._put_back(box)
+        finally:
+            self._put_back(box)  # another interrupt came before the first did so
+
+    def _put_back(self, box: list[Any]) -> None:
+        if box[0] is None:
+            return
         with self.lock:
-            self._inbox.put_back(item)
+            self._inbox.put_back(box[0])
+            box[0] = None
             self._changes.notify_all()  # another thread may be waiting for it
             self.poller.wake()
 
