@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mq import speed
 from mq.testing.harness import Group
 
 Body = Callable[[Group], None]
@@ -65,6 +66,7 @@ class Case:
         needs: The capability it needs: a field of `mq.transport.Capabilities`.
         otherwise: The script for transports that declare not to have it.
         memory: Bytes of memory that it takes, if many.
+        compiled: Whether it needs the compiled part of mq.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Case:
     needs: str = ""
     otherwise: Body | None = None
     memory: int = 0
+    compiled: bool = False
 
     @property
     def large(self) -> bool:
@@ -81,6 +84,8 @@ class Case:
 
     def unavailable(self) -> str | None:
         """Why this host cannot run the case, in words, or None."""
+        if self.compiled and not speed.COMPILED:
+            return "needs mq's compiled part, without which this is not promised"
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.memory > free:
             return f"needs {self.memory >> 20} MiB of memory, {free >> 20} are free"
@@ -100,6 +105,7 @@ def case(
     needs: str = "",
     otherwise: Body | None = None,
     memory: int = 0,
+    compiled: bool = False,
 ) -> Callable[[Body], Body]:
     """Make a function, named after the rule it shows, a case.
 
@@ -108,6 +114,7 @@ def case(
         needs: The capability that the case needs.
         otherwise: What a transport without that capability must do instead.
         memory: Bytes of memory needed, where that is more than a few hundred MiB.
+        compiled: Whether the compiled part of mq is needed.
     """
     if clause not in CLAUSES:
         raise ValueError(f"no clause {clause!r}; known: {', '.join(CLAUSES)}")
@@ -116,7 +123,7 @@ def case(
 
     def add(body: Body) -> Body:
         name = getattr(body, "__name__", "")
-        CASES.append(Case(name, clause, body, needs, otherwise, memory))
+        CASES.append(Case(name, clause, body, needs, otherwise, memory, compiled))
         return body
 
     return add

@@ -11,6 +11,7 @@ from mq.testing.suite import (  # isort: skip  (the order of the contract)
     faults,
     lifetime,
     calls,
+    interrupts,
     edges,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "faults",
     "lifetime",
     "calls",
+    "interrupts",
     "edges",
 ]
