@@ -43,6 +43,7 @@ class BlockingQueue(Membership):
         self._publish = self._driver.publish
         self._inbox = self._mesh.subscriber.inbox
         self._pop_ready = speed.pop_ready
+        self._stranded = self._driver.stranded
         self._take = self._driver.take
         self._known = self._mesh.publisher.topics
         self._lock = self._driver.lock
@@ -256,6 +257,8 @@ class BlockingQueue(Membership):
                 call goes on.
             Closed: The queue is closed, or was closed while waiting.
         """
+        if self._stranded:
+            self._driver.put_back()
         box: list[Any] = [None]  # what is taken is in the inbox or in there
         try:
             if self._pop_ready(self._driver, self._inbox, box):
@@ -263,12 +266,15 @@ class BlockingQueue(Membership):
             if not self._take(box, timeout):
                 raise RecvTimeout(f"{self!r}: no message within {timeout:g} s")
         except BaseException:
-            self._driver.put_back(box)
+            if box[0] is not None:
+                self._stranded.append(box)
+                self._driver.put_back()
             raise
         try:
             return self._finish(box[0])
         except KeyboardInterrupt:
-            self._driver.put_back(box)
+            self._stranded.append(box)
+            self._driver.put_back()
             raise
 
     def _finish(self, item: Message | Entry | MessagesLost) -> Message:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mq.rendezvous import Entry, Rendezvous
     from mq.settings import Settings
     from mq.transport import Link
+    from mq.undisturbed import Stopper
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +100,19 @@ class Joined:
 
 
 def join(
-    settings: Settings, codec: Codec, pool: Pool, options: dict[str, object]
+    settings: Settings,
+    codec: Codec,
+    pool: Pool,
+    options: dict[str, object],
+    stopper: Stopper,
 ) -> Joined:
     """Connect to a group.
+
+    Args:
+        settings: Of the queue.
+        codec, pool: Its codec and its memory.
+        options: Of the transport.
+        stopper: Ends it early.
 
     Raises:
         UnknownTransport, TransportUnavailable, TypeError, ValueError: Bad arguments.
@@ -137,6 +148,7 @@ def join(
             f"{settings.backend} queue {settings.name!r} of group {settings.group!r}"
         )
         driver = Driver(mesh, poller, where)
+        stopper.on_stop(driver.end_calls)
         joined = Joined(driver, link, poller, meeting, None, addresses, pool)
         driver.upkeep = joined.upkeep
         driver.upkeep_seconds = lease_seconds(settings) / 4
@@ -149,7 +161,7 @@ def join(
         driver.run(link.connected)
     except BaseException:
         if driver is not None:
-            driver.closing = True
+            driver.end_calls()
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 driver.leave("could not join", 0.0)
             driver.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,7 @@ from mq.members import Member
 from mq.mesh import wire
 from mq.message import check_topic
 from mq.transport import LINGER_SECONDS, Capabilities
+from mq.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -173,8 +175,7 @@ class Membership:
         driver = self._driver
         if driver.forked:
             return
-        driver.closing = True
-        driver.poller.wake()
+        driver.end_calls()
         with self._close_lock:
             if self._closed:
                 return
@@ -190,10 +191,13 @@ class Membership:
                         driver.describe_feeds(left),
                     )
             finally:
-                self._closed = True
-                driver.discard_inbox()
-                exits.unregister(self)
-                self._joined.close(to_send)
+                undisturbed(functools.partial(self._free, to_send))
+
+    def _free(self, to_send: float) -> None:
+        self._closed = True
+        self._driver.discard_inbox()
+        exits.unregister(self)
+        self._joined.close(to_send)
 
     def types_changed(self) -> None:
         """Tell the others which types this member accepts now."""

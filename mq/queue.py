@@ -13,6 +13,7 @@ from mq.blocking import BlockingQueue
 from mq.errors import Closed, RecvTimeout, TransportUnavailable
 from mq.message import CLEAR, Message
 from mq.process import out_of_descriptors
+from mq.undisturbed import Stopper, undisturbed
 
 
 def connect(
@@ -89,7 +90,13 @@ def connect(
 
         codec = Codec(allow_pickle)
         pool = Pool(settings.memory_bytes() // 8)
-        return MQ(resolved, join(resolved, codec, pool, transport_options), codec, pool)
+        stopper = Stopper()
+
+        def connected() -> MQ:
+            joined = join(resolved, codec, pool, transport_options, stopper)
+            return MQ(resolved, joined, codec, pool)
+
+        return undisturbed(connected, lambda queue: queue.close(0.0), stopper)
     except OSError as error:
         if remedy := out_of_descriptors(error):
             where = f"{resolved.backend} queue of group {resolved.group!r}"

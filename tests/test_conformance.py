@@ -89,6 +89,8 @@ _PROGRAM = "one_program_runs_the_same_everywhere"
 )
 def test_nng_over_tls_keeps_the_clauses_that_depend_on_the_engine(case: Case) -> None:
     """The others are the mesh's, whatever it runs over."""
+    if reason := case.unavailable():
+        pytest.skip(reason)
     run_case("nng:tls", case, **tls_options())
 
 

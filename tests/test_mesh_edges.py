@@ -249,9 +249,21 @@ def driver_that_takes_back(ready: deque[str], **attributes: Any) -> Any:
     driver._changes = SimpleNamespace(notify_all=lambda: None)
     driver._inbox = driver.inbox
     driver.inbox.put_back = ready.appendleft
-    driver._put_back = functools.partial(Driver._put_back, driver)
+    driver.stranded = deque()
     driver.put_back = functools.partial(Driver.put_back, driver)
     return driver
+
+
+def queue_of(driver: Any, **attributes: Any) -> Any:
+    """What `BlockingQueue.recv` needs."""
+    values = {
+        "_driver": driver,
+        "_inbox": driver.inbox,
+        "_pop_ready": speed.pop_ready,
+        "_stranded": driver.stranded,
+        "_finish": lambda item: item,
+    }
+    return SimpleNamespace(**values | attributes)
 
 
 @pytest.fixture(params=["python", "compiled"])
@@ -321,11 +333,7 @@ def test_a_recv_interrupted_anywhere_loses_nothing() -> None:
 
     def recv(interrupter: Interrupter) -> list[str]:
         ready = deque(["one", "two", "three"])
-        driver = driver_that_takes_back(ready)
-        queue: Any = SimpleNamespace(
-            _driver=driver, _inbox=driver.inbox, _pop_ready=speed.pop_ready
-        )
-        queue._finish = functools.partial(BlockingQueue._finish, queue)
+        queue = queue_of(driver_that_takes_back(ready))
         found = None
         with contextlib.suppress(KeyboardInterrupt), interrupter.armed():
             found = BlockingQueue.recv(queue)
@@ -341,8 +349,8 @@ def test_a_recv_interrupted_anywhere_loses_nothing() -> None:
         assert interrupter.where
 
 
-def test_what_is_put_back_is_there_though_another_interrupt_comes() -> None:
-    """People press Ctrl-C twice."""
+def test_what_was_taken_is_there_though_another_interrupt_comes() -> None:
+    """People press Ctrl-C twice: the next call puts it back."""
 
     class Lock:
         """Is interrupted as it is about to be taken for the first time."""
@@ -357,11 +365,20 @@ def test_what_is_put_back_is_there_though_another_interrupt_comes() -> None:
         def __exit__(self, *exc: object) -> None:
             pass
 
-    ready, box = deque(["two"]), ["one"]
+    def take(box: list[str], timeout: float | None) -> bool:
+        box[0] = ready.popleft()
+        if box[0] == "one" and not driver.lock.taken:
+            raise KeyboardInterrupt
+        return True
+
+    ready = deque(["one", "two"])
+    driver = driver_that_takes_back(ready, lock=Lock())
+    queue = queue_of(driver, _take=take, _pop_ready=lambda *arguments: False)
     with pytest.raises(KeyboardInterrupt):
-        driver_that_takes_back(ready, lock=Lock()).put_back(box)
-    assert list(ready) == ["one", "two"]
-    assert box == [None]
+        BlockingQueue.recv(queue)
+    assert list(ready) == ["two"]
+    assert [BlockingQueue.recv(queue) for _ in range(2)] == ["one", "two"]
+    assert not driver.stranded
 
 
 def test_a_pop_interrupted_before_it_had_an_effect_has_none(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -17,12 +18,19 @@ STALE_SECONDS: Final = 0.005
 
 
 class Driver(Publishing):
-    """The blocking calls on a mesh; any thread may make them."""
+    """The blocking calls on a mesh; any thread may make them.
+
+    Attributes:
+        stranded: The boxes of calls of `recv` that were interrupted, with what they had
+            taken, for `put_back`. To append one is one call into C, before which no
+            further interrupt can come.
+    """
 
     def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
         super().__init__(mesh, poller, where)
         self._subscriber = mesh.subscriber
         self._inbox = mesh.subscriber.inbox
+        self.stranded: deque[list[Any]] = deque()
 
     def wait_until(self, reached: Callable[[], bool], timeout: float | None) -> bool:
         """Wait for something to become true.
@@ -73,7 +81,7 @@ class Driver(Publishing):
 
         Returns:
             Whether there was anything in time. After an exception nothing is lost: what
-            is in the box then is for `put_back`.
+            is in the box then is to be `stranded`.
 
         Raises:
             Closed: The queue is closed.
@@ -140,19 +148,15 @@ class Driver(Publishing):
         finally:
             self._leave()
 
-    def put_back(self, box: list[Any]) -> None:
-        """Have what an interrupted `recv` had taken, if anything, come next again."""
-        try:
-            self._put_back(box)
-        finally:
-            self._put_back(box)  # another interrupt came before the first did so
-
-    def _put_back(self, box: list[Any]) -> None:
-        if box[0] is None:
-            return
+    def put_back(self) -> None:
+        """Have what interrupted calls had taken come next again; see `stranded`."""
         with self.lock:
-            self._inbox.put_back(box[0])
-            box[0] = None
+            while self.stranded:
+                box = self.stranded[0]
+                if box[0] is not None:
+                    self._inbox.put_back(box[0])
+                    box[0] = None
+                self.stranded.popleft()
             self._changes.notify_all()  # another thread may be waiting for it
             self.poller.wake()
 

@@ -127,6 +127,11 @@ class Lead:
         self.lock = Lock()
         self.mesh.publisher.close_gates()
 
+    def end_calls(self) -> None:
+        """Have every call end with `Closed`."""
+        self.closing = True
+        self.poller.wake()
+
     def check(self) -> None:
         """Raises: Closed, ForkedProcess, if the queue cannot be used any more."""
         if self.closing or self.mesh.replaced or self.forked:

@@ -1,140 +1,20 @@
-"""Interrupt: Ctrl-C while calls wait, and in the middle of a stream."""
+"""Interrupt: Ctrl-C in the middle of a stream, of `connect` and of `close`."""
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
-import time
+from abc import abstractmethod
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import mq
-from mq.testing import programs
 from mq.testing.cases import case
 from mq.testing.harness import Group
 from mq.testing.member import Member
-from mq.testing.waiting import STEP
-
-
-def _full_pair(backend: str, options: dict[str, Any]) -> tuple[mq.MQ, mq.MQ, int]:
-    writer = mq.connect(backend, name="writer", **options)
-    reader = mq.connect(backend, name="reader", **options)
-    reader.subscribe("t", depth=1)
-    return writer, reader, programs.fill(writer, "t")
-
-
-def _publish_a_loan(writer: mq.MQ) -> None:
-    with writer.loan("t", (4,), "u1") as array:
-        array[:] = 1
-
-
-def _waits(writer: mq.MQ, reader: mq.MQ, call: str) -> None:
-    calls: dict[str, Callable[[], Any]] = {
-        "recv": writer.recv,
-        "publish": lambda: writer.publish("t", "interrupted"),
-        "loan": lambda: _publish_a_loan(writer),
-        "wait_for_members": lambda: writer.wait_for_members(9, timeout=None),
-        "wait_for_subscribers": lambda: writer.wait_for_subscribers(
-            "t", 9, timeout=None
-        ),
-    }
-    calls[call]()
-
-
-def _interrupted(worker: Any, call: str) -> float:
-    """The time, by the clock of all processes, when a waiting call was interrupted."""
-    writer, reader, _ = worker.queue
-    try:
-        _waits(writer, reader, call)
-    except KeyboardInterrupt:
-        return time.monotonic()
-    raise AssertionError(f"{call} ended by itself")
-
-
-def _make_full_pair(worker: Any, backend: str, options: dict[str, Any]) -> None:
-    worker.queue = _full_pair(backend, options)
-
-
-def _main_thread_waits(worker: Any) -> bool:
-    """Whether the worker's main thread waits inside the library."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    names = set()
-    while frame is not None:
-        names.add(frame.f_code.co_name)
-        frame = frame.f_back
-    return not names.isdisjoint(("_waits", "_waits_in_close")) and _sleeps()
-
-
-def _sleeps() -> bool:
-    with open("/proc/self/stat") as file:  # of the main thread
-        return file.read().rpartition(")")[2].split()[0] == "S"
-
-
-def _check_after_interrupts(worker: Any) -> None:
-    writer, reader, filled = worker.queue
-    worker.queue = None
-    programs.receive(reader, filled)
-    writer.publish("t", "next", timeout=STEP)
-    (message,) = programs.receive(reader, 1)
-    assert (message.digest, message.sequence) == ("next", filled)
-    reader.close()
-    writer.close()
-
-
-def _interrupt(host: Member, call: Callable[..., float], *args: object) -> float:
-    """Interrupt a call once it waits; the seconds until it has ended."""
-    waiting = host.ask(call, *args)
-    asks = host.ask(_main_thread_waits, worker_main=False)
-    while not asks.result():
-        asks = host.ask(_main_thread_waits, worker_main=False)
-    sent = time.monotonic()
-    host.interrupt()
-    return float(waiting.result()) - sent
-
-
-@case("Interrupt")
-def interrupt_ends_every_waiting_call(group: Group) -> None:
-    """Within half a second, and an interrupted `publish` did nothing."""
-    host = group.process("host")
-    host.ask(_make_full_pair, group.backend, group.options()).result()
-    calls = ("recv", "publish", "loan", "wait_for_members", "wait_for_subscribers")
-    taken = [_interrupt(host, _interrupted, call) for call in calls]
-    assert max(taken) < 0.5, dict(zip(calls, taken, strict=True))
-    host.ask(_check_after_interrupts).result()
-
-
-def _waits_in_close(queue: mq.MQ) -> None:
-    queue.close(linger=STEP)
-
-
-def _interrupted_in_close(worker: Any) -> float:
-    """The time, by the clock of all processes, when `close` was interrupted."""
-    try:
-        _waits_in_close(worker.queue)
-    except KeyboardInterrupt:
-        return time.monotonic()
-    raise AssertionError("close ended by itself")
-
-
-def _close_beside_a_full_peer(group: Group) -> None:
-    """Where members are threads, none can hang; what it has not read keeps nobody."""
-    a, b = group.members("a", "b")
-    b.subscribe("t", depth=1)
-    a.run(programs.fill, "t")
-    a.call("close", linger=0.0)
-
-
-@case("Interrupt", needs="separate_processes", otherwise=_close_beside_a_full_peer)
-def interrupt_ends_close_though_a_peer_hangs(group: Group) -> None:
-    """Within half a second, and nothing of the queue is left."""
-    a, b = group.members("a", "b")
-    b.subscribe("t")
-    b.stop()
-    a.publish("t", "never read")
-    assert _interrupt(a, _interrupted_in_close) < 0.5
-
+from mq.testing.waiting import STEP, wait_until
+from mq.testing.worker import resources
 
 _INTERRUPTS = 40
 """How often `recv`, and how often `publish`, of a stream has to be interrupted."""
@@ -144,10 +24,34 @@ _ECHOED = 4
 Echoed = tuple[list[tuple[int, Any]], set[Any]]
 
 
-class _Application:
-    """Echoes a stream although interrupts come all the time.
+class _Interrupted:
+    """An application to which interrupts come all the time.
 
-    Those that come between two calls are the application's to handle, here by nothing.
+    Those that come between two calls are its own to handle, here by nothing.
+
+    Attributes:
+        interrupted: How often each call was.
+        progress: Grows.
+    """
+
+    def __init__(self, *calls: str) -> None:
+        self.interrupted = dict.fromkeys(calls, 0)
+        self.progress = 0
+        self._calling = ""
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Raise in the library's code, and in what it calls."""
+        if self._calling and frame and frame.f_code.co_filename != __file__:
+            self.interrupted[self._calling] += 1
+            raise KeyboardInterrupt
+
+    @abstractmethod
+    def has_enough(self) -> bool:
+        """Whether it has been interrupted often enough."""
+
+
+class _Echo(_Interrupted):
+    """Sends a stream back.
 
     Attributes:
         queue: Set once it is connected.
@@ -156,21 +60,13 @@ class _Application:
     """
 
     def __init__(self) -> None:
+        super().__init__("recv", "publish")
         self.queue: Any = None
         self.got: list[tuple[int, Any]] = []
         self.unsure: set[Any] = set()
-        self._calling = ""
-        self._interrupted = {"recv": 0, "publish": 0}
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Raise in the library's code, and in what it calls."""
-        if self._calling and frame and frame.f_code.co_filename != __file__:
-            self._interrupted[self._calling] += 1
-            raise KeyboardInterrupt
 
     def has_enough(self) -> bool:
-        """Whether it has been interrupted often enough."""
-        return min(self._interrupted.values()) >= _INTERRUPTS
+        return min(self.interrupted.values()) >= _INTERRUPTS
 
     def _recv(self) -> mq.Message:
         while True:
@@ -200,6 +96,7 @@ class _Application:
         while not self.got or self.got[-1][1] != "end":
             message = self._recv()
             self.got.append((message.sequence, message.payload))
+            self.progress += 1
             if message.sequence % _ECHOED == 0 and not self._publish(message.payload):
                 self.unsure.add(message.payload)
             if not asked and self.has_enough():
@@ -234,9 +131,9 @@ def _stream(queue: mq.MQ) -> list[tuple[int, Any]]:
     return echoes
 
 
-def _begin_application(worker: Any) -> None:
+def _begin(worker: Any, application: type[_Interrupted]) -> None:
     """Handle interrupts; before it connects, as the library looks only at times."""
-    worker.application = _Application()
+    worker.application = application()
     signal.signal(signal.SIGINT, worker.application.on_signal)
 
 
@@ -262,28 +159,42 @@ def _echo_stream_within(worker: Any, backend: str, options: dict[str, Any]) -> A
     return echoes
 
 
-def _end_application(worker: Any) -> Echoed:
+def _end_echo(worker: Any) -> Echoed:
     """What was received, and what may not be echoed."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _end(worker)
     return worker.application.got, worker.application.unsure
 
 
+def _end(worker: Any) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _progress(worker: Any) -> tuple[int, bool]:
-    """How much was received, and whether enough was interrupted."""
-    application: _Application = worker.application
-    return len(application.got), application.has_enough()
+    """How far it is, and whether enough was interrupted."""
+    application: _Interrupted = worker.application
+    return application.progress, application.has_enough()
 
 
-def _interrupt_echo(host: Member, call: Callable[..., Any], *args: Any) -> Any:
-    """Interrupt a call again whenever it has received something; what it returned."""
-    echoing = host.ask(call, *args)
-    enough, received = False, 0
-    while not (enough or echoing.done()):
+def _interrupt_on(
+    host: Member, call: Callable[..., Any], *args: Any, spread: int = 1
+) -> Any:
+    """Interrupt a call again whenever there is progress; what it returned.
+
+    Args:
+        host: The member.
+        call: What to call in it, with `args`.
+        spread: Up to so many questions are answered between progress and interrupt.
+    """
+    calling = host.ask(call, *args)
+    enough, seen = False, 0
+    while not (enough or calling.done()):
         now, enough = host.ask(_progress, worker_main=False).result()
-        if now > received:
+        if now > seen:
+            for _ in range(now % spread):
+                host.ask(_progress, worker_main=False).result()
             host.interrupt()
-            received = now
-    return echoing.result()
+            seen = now
+    return calling.result()
 
 
 def _check_echo(echoed: Echoed, echoes: list[tuple[int, Any]]) -> None:
@@ -302,10 +213,10 @@ def _check_echo(echoed: Echoed, echoes: list[tuple[int, Any]]) -> None:
 
 def _interrupt_within_a_process(group: Group) -> None:
     host = group.process("host")
-    host.ask(_begin_application).result()
+    host.ask(_begin, _Echo).result()
     options = group.options()
-    echoes = _interrupt_echo(host, _echo_stream_within, group.backend, options)
-    _check_echo(host.ask(_end_application).result(), echoes)
+    echoes = _interrupt_on(host, _echo_stream_within, group.backend, options)
+    _check_echo(host.ask(_end_echo).result(), echoes)
 
 
 @case(
@@ -317,10 +228,69 @@ def _interrupt_within_a_process(group: Group) -> None:
 def interrupts_in_a_stream_lose_and_repeat_nothing(group: Group) -> None:
     """Wherever in `recv` and `publish` they come, and nothing is left behind."""
     near, far = group.unconnected("near"), group.member("far")
-    near.ask(_begin_application).result()
+    near.ask(_begin, _Echo).result()
     group.connecting(near).result()
     near.subscribe("t")
     far.subscribe("echo")
     streaming = far.begin(_stream)
-    _interrupt_echo(near, _echo_stream)
-    _check_echo(near.ask(_end_application).result(), streaming.result())
+    _interrupt_on(near, _echo_stream)
+    _check_echo(near.ask(_end_echo).result(), streaming.result())
+
+
+class _Visitor(_Interrupted):
+    """Connects and closes, again and again."""
+
+    def __init__(self) -> None:
+        super().__init__("connect", "close")
+
+    def has_enough(self) -> bool:
+        return self.interrupted["connect"] >= 20 and self.progress >= 40
+
+    def visit(self, backend: str, options: dict[str, Any]) -> None:
+        """Be a member for a moment, unless it is interrupted."""
+        self.progress += 1
+        queue = None
+        try:
+            self._calling = "connect"
+            queue = mq.connect(backend, name=f"visitor {self.progress}", **options)
+            self._calling = "close"
+            queue.close(linger=0.0)
+        except KeyboardInterrupt:
+            self._calling = ""
+            if queue is not None:
+                queue.close(linger=0.0)  # the interrupt may have come before it began
+        finally:
+            self._calling = ""
+
+
+def _visit(worker: Any, backend: str, options: dict[str, Any]) -> list[str]:
+    """Visit a member of this process; what is left in the end."""
+    application: _Visitor = worker.application
+    with mq.connect(backend, name="host", **options) as host:
+        mq.connect(backend, name="first", **options).close()
+        before = resources()
+        while not application.has_enough():
+            application.visit(backend, options)
+        with mq.connect(backend, name="last", **options) as last:
+            last.subscribe("t")
+            host.publish("t", "whole", timeout=STEP)
+            assert last.recv(timeout=STEP).payload == "whole"
+
+        def left() -> list[str]:
+            now = set().union(*resources()) - set().union(*before)
+            return [
+                name for name in sorted(now) if not name.startswith("thread mq-test")
+            ]
+
+        wait_until(lambda: not left(), "what was interrupted to end")
+        return left()
+
+
+@case("Interrupt")
+def interrupted_connect_and_close_leave_nothing_behind(group: Group) -> None:
+    """Wherever in them it comes; the group goes on."""
+    host = group.process("host")
+    host.ask(_begin, _Visitor).result()
+    options = group.options()
+    assert _interrupt_on(host, _visit, group.backend, options, spread=40) == []
+    host.ask(_end).result()

@@ -1,0 +1,135 @@
+"""Work that must be done to the end, whatever signals come: in a thread of its own.
+
+Handlers of signals run in the main thread, and may raise there between any two
+bytecodes. So what opens and closes engines is not run in that one: it waits for it, and
+can be interrupted as it waits.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS: Final = 0.25
+"""How long an interrupted caller waits until nothing is left."""
+_BEGIN_SECONDS: Final = 10.0
+T = TypeVar("T")
+
+
+class Stopper:
+    """Tells work under way that nobody wants it any more.
+
+    Attributes:
+        stopped: Whether it has been told so.
+    """
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._stop: Callable[[], object] = lambda: None
+
+    def on_stop(self, stop: Callable[[], object]) -> None:
+        """Have `stop` called in that case, from any thread, maybe twice."""
+        self._stop = stop
+        if self.stopped:
+            stop()
+
+    def stop(self) -> None:
+        """Nobody wants it any more."""
+        self.stopped = True
+        self._stop()
+
+
+class _Work(Generic[T]):
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._context = contextvars.copy_context()
+        self._device = _cuda_device()
+        self.begun = threading.Event()
+        self.ended = threading.Event()
+        self.results: list[T] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        self.begun.set()
+        try:
+            if self._device is not None:
+                sys.modules["torch"].cuda.set_device(self._device)
+            self.results.append(self._context.run(self._work))
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+def _cuda_device() -> int | None:
+    """CUDA's current device is a thread's own."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.current_device())
+
+
+def undisturbed(
+    work: Callable[[], T],
+    undo: Callable[[T], object] = lambda result: None,
+    stopper: Stopper | None = None,
+) -> T:
+    """Do something that no signal's handler comes into the middle of.
+
+    In the main thread an exception of such a handler ends the call within half a
+    second; the work goes on to its end, and is undone.
+
+    Args:
+        work: What to do; it may run in another thread.
+        undo: Called with its result where the caller was interrupted.
+        stopper: Is told of that.
+
+    Returns:
+        What `work` returns. What it raises is raised here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    task = _Work(work)
+    thread = threading.Thread(target=task.run, name="mq-undisturbed", daemon=True)
+    try:
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending, or no thread is to be had
+            task.run()
+        task.ended.wait()
+        if task.error is None:
+            return task.results[0]
+    except BaseException:
+        _abandon(task, undo, stopper)
+        raise
+    error, task.error = task.error, None
+    try:
+        raise error
+    finally:
+        del error  # it refers to this frame, and must not refer to itself
+
+
+def _abandon(
+    task: _Work[T], undo: Callable[[T], object], stopper: Stopper | None
+) -> None:
+    def end() -> None:
+        if not task.begun.wait(_BEGIN_SECONDS):
+            return  # the interrupt came before it was started
+        task.ended.wait()
+        try:
+            if task.results:
+                undo(task.results.pop())
+        except Exception:
+            logger.exception("could not undo what was interrupted")
+
+    if stopper is not None:
+        stopper.stop()
+    cleaner = threading.Thread(target=end, name="mq-undisturbed", daemon=True)
+    cleaner.start()
+    cleaner.join(GRACE_SECONDS)
