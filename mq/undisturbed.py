@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
+from mq.speed import Lock
+
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS: Final = 0.25
@@ -99,7 +101,8 @@ def undisturbed(
     thread = threading.Thread(target=task.run, name="mq-undisturbed", daemon=True)
     try:
         try:
-            thread.start()
+            with Lock():  # half started, it would be listed by `threading` for ever
+                thread.start()
         except RuntimeError:  # the interpreter is ending, or no thread is to be had
             task.run()
         task.ended.wait()
