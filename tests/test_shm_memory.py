@@ -728,8 +728,9 @@ def _stop_in_the_middle(queue: mq.MQ, go_on: str) -> None:
         pieces: list[tuple[int, memoryview]], target: memoryview, counter: memoryview
     ) -> None:
         middle = len(target) // 2
-        start, piece = pieces[-1]
-        target[start:middle] = piece[: middle - start]
+        for start, piece in pieces:
+            stop = min(middle, start + len(piece))
+            target[start:stop] = piece[: stop - start]
         counter[:] = middle.to_bytes(8, sys.byteorder)
         while not os.path.exists(go_on):
             time.sleep(0.01)  # nothing else in this process can tell
