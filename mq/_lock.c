@@ -20,30 +20,41 @@
 #include "_lock.h"
 
 #define OVERDUE_NS 1000000000 /* signals pass if the main thread is stuck for so long */
+#define LOOK_NS 20000000      /* between looks at which handlers there are */
 
 static void (*python_handler)(int);
+static unsigned char watched[NSIG]; /* the signals that are to wait */
+static int64_t looked_at;
 static _Atomic unsigned long main_thread;
-static atomic_int depth;    /* locks that the main thread holds, or is about to */
-static atomic_int handling; /* threads in `on_signal` */
-static atomic_int waits;    /* whether any signal waits */
+static atomic_int depth;     /* locks that the main thread holds, or is about to */
+static atomic_int handling;  /* threads in `on_signal` */
+static atomic_uint passed;   /* how many signals were passed on */
+static atomic_int waits;     /* whether any signal waits */
 static atomic_int waiting[NSIG];
 static _Atomic int64_t waits_since;
 static int generation = 1; /* grows with each fork */
 
 static inline int64_t
-nanoseconds(void)
+nanoseconds(clockid_t clock)
 {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(clock, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 static int
 overdue(void)
 {
-    int64_t now = nanoseconds(), since = 0;
+    int64_t now = nanoseconds(CLOCK_MONOTONIC), since = 0;
     return !atomic_compare_exchange_strong(&waits_since, &since, now)
            && now - since > OVERDUE_NS;
+}
+
+static void
+pass_on(int number)
+{
+    atomic_fetch_add(&passed, 1);
+    python_handler(number);
 }
 
 /* Runs in any thread, and calls nothing that a signal handler must not. */
@@ -54,13 +65,13 @@ on_signal(int number)
     atomic_fetch_add(&handling, 1);
     if (atomic_load(&depth) == 0 || overdue()) {
         atomic_store(&waiting[number], 0); /* it counts for the one that waits */
-        python_handler(number);
+        pass_on(number);
     } else {
         atomic_store(&waiting[number], 1);
         atomic_store(&waits, 1);
-        /* It may have been released by another thread's doing meanwhile. */
+        /* The lock may have been released meanwhile, by another thread than this. */
         if (atomic_load(&depth) == 0 && atomic_exchange(&waiting[number], 0))
-            python_handler(number);
+            pass_on(number);
     }
     atomic_fetch_sub(&handling, 1);
     errno = before;
@@ -72,24 +83,61 @@ let_go(void)
     if (atomic_fetch_sub(&depth, 1) != 1 || !atomic_load(&waits))
         return;
     atomic_store(&waits, 0);
-    atomic_store(&waits_since, 0);
     for (int number = 1; number < NSIG; number++)
-        if (atomic_exchange(&waiting[number], 0))
+        if (atomic_exchange(&waiting[number], 0)) {
+            atomic_fetch_add(&passed, 1);
             PyErr_SetInterruptEx(number);
+        }
+}
+
+/* Put ours before Python's handler of each signal that is to wait; how many do. */
+static int
+look(void)
+{
+    int held = 0;
+    for (int number = 1; number < NSIG; number++) {
+        struct sigaction action;
+        if (!watched[number] || sigaction(number, NULL, &action) < 0
+            || action.sa_flags & SA_SIGINFO)
+            continue;
+        if (action.sa_handler == python_handler) {
+            action.sa_handler = on_signal;
+            sigaction(number, &action, NULL);
+        }
+        held += action.sa_handler == on_signal;
+    }
+    return held;
 }
 
 /* From here on signals wait; those that came before are handled now, which may raise. */
 static int
 hold(void)
 {
-    if (atomic_fetch_add(&depth, 1) != 0)
+    if (atomic_load(&depth) > 0) {
+        atomic_fetch_add(&depth, 1);
         return 0;
-    while (atomic_load(&handling))
-        sched_yield(); /* another thread is about to note one */
-    if (PyErr_CheckSignals() == 0)
-        return 0;
-    let_go();
-    return -1;
+    }
+    if (python_handler != NULL) {
+        /* Any call may have been given another handler since. */
+        int64_t now = nanoseconds(CLOCK_MONOTONIC_COARSE);
+        if (now - looked_at > LOOK_NS) {
+            looked_at = now;
+            look();
+        }
+    }
+    for (;;) {
+        /* Handlers run while nothing is held: they may do anything, and take long. */
+        unsigned before = atomic_load(&passed);
+        if (PyErr_CheckSignals() < 0)
+            return -1;
+        atomic_store(&waits_since, 0);
+        atomic_fetch_add(&depth, 1);
+        while (atomic_load(&handling))
+            sched_yield(); /* another thread is about to note one */
+        if (atomic_load(&passed) == before)
+            return 0;
+        let_go();
+    }
 }
 
 static void
@@ -105,28 +153,59 @@ after_fork(void)
         atomic_store(&waiting[number], 0);
 }
 
-PyObject *
-hold_signal(PyObject *module, PyObject *argument)
+/* The handler that Python has for a signal; NULL if it is none of Python's.
+
+   `faulthandler` puts itself before that of a signal, with a flag of its own. */
+static void (*
+handler_of(int number))(int)
 {
-    long number = PyLong_AsLong(argument);
     struct sigaction action;
-    if (PyErr_Occurred())
+    if (sigaction(number, NULL, &action) < 0 || action.sa_flags & (SA_SIGINFO | SA_NODEFER)
+        || action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN
+        || action.sa_handler == on_signal)
         return NULL;
-    if (number < 1 || number >= NSIG || sigaction((int)number, NULL, &action) < 0) {
-        PyErr_Format(PyExc_ValueError, "there is no signal %ld", number);
-        return NULL;
+    return action.sa_handler;
+}
+
+static int
+each_number(PyObject *numbers, void (*use)(int))
+{
+    PyObject *items = PySequence_Fast(numbers, "a list of signals");
+    if (items == NULL)
+        return -1;
+    for (Py_ssize_t n = 0; n < PySequence_Fast_GET_SIZE(items); n++) {
+        long number = PyLong_AsLong(PySequence_Fast_GET_ITEM(items, n));
+        if (!PyErr_Occurred() && (number < 1 || number >= NSIG))
+            PyErr_Format(PyExc_ValueError, "there is no signal %ld", number);
+        if (PyErr_Occurred())
+            break;
+        use((int)number);
     }
-    if (action.sa_handler == on_signal)
-        Py_RETURN_TRUE;
-    if (action.sa_flags & SA_SIGINFO || action.sa_handler == SIG_DFL
-        || action.sa_handler == SIG_IGN
-        || (python_handler != NULL && action.sa_handler != python_handler))
-        Py_RETURN_FALSE;
-    python_handler = action.sa_handler;
-    action.sa_handler = on_signal;
-    if (sigaction((int)number, &action, NULL) < 0)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    Py_RETURN_TRUE;
+    Py_DECREF(items);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static void
+watch(int number)
+{
+    watched[number] = 1;
+}
+
+static void
+learn(int number)
+{
+    if (python_handler == NULL)
+        python_handler = handler_of(number);
+}
+
+PyObject *
+hold_signals(PyObject *module, PyObject *args)
+{
+    PyObject *numbers, *handled;
+    if (!PyArg_ParseTuple(args, "OO", &numbers, &handled)
+        || each_number(numbers, watch) < 0 || each_number(handled, learn) < 0)
+        return NULL;
+    return PyLong_FromLong(python_handler == NULL ? 0 : look());
 }
 
 PyObject *
@@ -154,7 +233,7 @@ take(Lock *self, int64_t micros)
     int in_main = PyThread_get_thread_ident() == atomic_load(&main_thread);
     if (in_main && hold() < 0)
         return -1;
-    int64_t until = micros > 0 ? nanoseconds() / 1000 + micros : 0;
+    int64_t until = micros > 0 ? nanoseconds(CLOCK_MONOTONIC) / 1000 + micros : 0;
     int got = PyThread_acquire_lock(self->lock, NOWAIT_LOCK);
     while (!got && micros != 0) {
         PyLockStatus status;
@@ -166,11 +245,12 @@ take(Lock *self, int64_t micros)
         got = status == PY_LOCK_ACQUIRED;
         if (!got && in_main) {
             let_go();
-            if (hold() < 0)
+            /* Another lock may be held still; then these are overdue ones. */
+            if (PyErr_CheckSignals() < 0 || hold() < 0)
                 return -1;
         }
         if (!got && micros > 0) {
-            int64_t left = until - nanoseconds() / 1000;
+            int64_t left = until - nanoseconds(CLOCK_MONOTONIC) / 1000;
             micros = left > 0 ? left : 0;
         }
     }

@@ -4,6 +4,6 @@
 
 #pragma GCC visibility push(hidden)
 int add_lock(PyObject *module);
-PyObject *hold_signal(PyObject *module, PyObject *number);
+PyObject *hold_signals(PyObject *module, PyObject *args);
 PyObject *signal_waits(PyObject *module, PyObject *ignored);
 #pragma GCC visibility pop

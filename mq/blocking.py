@@ -43,6 +43,7 @@ class BlockingQueue(Membership):
         self._publish = self._driver.publish
         self._inbox = self._mesh.subscriber.inbox
         self._pop_ready = speed.pop_ready
+        self._whole = speed.Lock  # one for each call: it is for its own thread
         self._stranded = self._driver.stranded
         self._take = self._driver.take
         self._known = self._mesh.publisher.topics
@@ -265,16 +266,17 @@ class BlockingQueue(Membership):
                 return box[0]  # type: ignore[no-any-return]
             if not self._take(box, timeout):
                 raise RecvTimeout(f"{self!r}: no message within {timeout:g} s")
+            with self._whole():  # what is raised in there is not a signal handler's
+                try:
+                    message = self._finish(box[0])
+                except Exception:
+                    box[0] = None
+                    raise
+            return message
         except BaseException:
             if box[0] is not None:
                 self._stranded.append(box)
                 self._driver.put_back()
-            raise
-        try:
-            return self._finish(box[0])
-        except KeyboardInterrupt:
-            self._stranded.append(box)
-            self._driver.put_back()
             raise
 
     def _finish(self, item: Message | Entry | MessagesLost) -> Message:

@@ -16,20 +16,19 @@ from __future__ import annotations
 import signal
 from typing import Final
 
-from mq.speed import hold_signal
+from mq.speed import hold_signals
 
 _OWN: Final = ("SEGV", "BUS", "FPE", "ILL", "ABRT", "TRAP", "SYS", "KILL", "STOP")
 """What a thread does to itself cannot wait, and two have no handlers."""
-_MAY_WAIT: Final = sorted(
+_MAY_WAIT: Final[list[int]] = sorted(
     {number for number in signal.Signals if number.name[3:] not in _OWN}
 )
 
 
 def hold() -> None:
-    """Have signals wait for `mq.speed.Lock`, those that have a handler by now.
+    """Have signals wait for `mq.speed.Lock`.
 
-    Handlers stay what they are: `signal.getsignal` knows nothing of this.
+    Handlers stay what they are: `signal.getsignal` knows nothing of this. One that is
+    installed later is held from the next call on, or within 20 ms.
     """
-    for number in _MAY_WAIT:
-        if callable(signal.getsignal(number)):
-            hold_signal(number)
+    hold_signals(_MAY_WAIT, [n for n in _MAY_WAIT if callable(signal.getsignal(n))])

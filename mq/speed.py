@@ -62,8 +62,8 @@ def _decode_run(*run: Any) -> list[Message]:
     return found or plain.decode_run(*run)  # which takes what is rare
 
 
-def _never(*arguments: object) -> bool:
-    return False
+def _none(*arguments: object) -> int:
+    return 0
 
 
 Gate: Final[type[gate.Gate]] = _speed.Gate if COMPILED else gate.Gate
@@ -104,7 +104,13 @@ Returns:
 """
 Lock: Final[Callable[[], threading.Lock]] = _speed.Lock if COMPILED else threading.Lock
 """A lock; compiled, signals wait while the main thread has it. See `mq.signals`."""
-hold_signal: Final[Callable[[int], bool]] = _speed.hold_signal if COMPILED else _never
-"""Have a signal wait for `Lock`; whether it will: not without a handler in Python."""
-signal_waits: Final[Callable[[], bool]] = _speed.signal_waits if COMPILED else _never
+hold_signals: Final[Callable[[list[int], list[int]], int]] = (
+    _speed.hold_signals if COMPILED else _none
+)
+"""Have these signals wait for `Lock`, once each has a handler in Python; how many have.
+
+Args:
+    The signals, from now on; and those of them that have one by now.
+"""
+signal_waits: Final[Callable[[], int]] = _speed.signal_waits if COMPILED else _none
 """Whether a signal waits for the main thread to release a `Lock`."""

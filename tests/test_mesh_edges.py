@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
+import signal
 import threading
 from collections import deque
 from types import SimpleNamespace
@@ -16,8 +18,9 @@ from scripted import Parcel, ScriptedConn
 from test_mesh_flow import LARGE, publish_once, subscribed
 from world import Got, World
 
-from mq import speed
+from mq import signals, speed
 from mq.blocking import BlockingQueue
+from mq.errors import CodecError
 from mq.frames import Frames
 from mq.mesh import wire
 from mq.mesh.driver import Driver
@@ -262,6 +265,7 @@ def queue_of(driver: Any, **attributes: Any) -> Any:
         "_pop_ready": speed.pop_ready,
         "_stranded": driver.stranded,
         "_finish": lambda item: item,
+        "_whole": speed.Lock,
     }
     return SimpleNamespace(**values | attributes)
 
@@ -379,6 +383,64 @@ def test_what_was_taken_is_there_though_another_interrupt_comes() -> None:
     assert list(ready) == ["two"]
     assert [BlockingQueue.recv(queue) for _ in range(2)] == ["one", "two"]
     assert not driver.stranded
+
+
+@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
+def test_what_a_handler_raises_while_a_message_is_made_does_not_lose_it() -> None:
+    """It is no error of the message's, whatever it is: a time-out, for example."""
+
+    class Late(Exception):
+        pass
+
+    def raises(number: int, frame: object) -> None:
+        raise Late
+
+    def finish(item: str) -> str:
+        if len(made) == 0:
+            os.kill(os.getpid(), signal.SIGALRM)
+        made.append(item)
+        return item
+
+    def take(box: list[str], timeout: float | None) -> bool:
+        box[0] = ready.popleft()
+        return True
+
+    made: list[str] = []
+    ready = deque(["one", "two"])
+    driver = driver_that_takes_back(ready)
+    queue = queue_of(
+        driver, _take=take, _finish=finish, _pop_ready=lambda *arguments: False
+    )
+    before = signal.signal(signal.SIGALRM, raises)
+    signals.hold()
+    try:
+        with pytest.raises(Late):
+            BlockingQueue.recv(queue)
+        assert [BlockingQueue.recv(queue) for _ in range(2)] == ["one", "two"]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_error_of_the_message_itself_ends_it() -> None:
+    """The next call goes on."""
+
+    def finish(item: str) -> str:
+        if item == "one":
+            raise CodecError("malformed")
+        return item
+
+    def take(box: list[str], timeout: float | None) -> bool:
+        box[0] = ready.popleft()
+        return True
+
+    ready = deque(["one", "two"])
+    driver = driver_that_takes_back(ready)
+    queue = queue_of(
+        driver, _take=take, _finish=finish, _pop_ready=lambda *arguments: False
+    )
+    with pytest.raises(CodecError):
+        BlockingQueue.recv(queue)
+    assert BlockingQueue.recv(queue) == "two"
 
 
 def test_a_pop_interrupted_before_it_had_an_effect_has_none(

@@ -199,7 +199,7 @@ def test_locks_of_other_threads_hold_no_signal(handle: Callable[..., None]) -> N
         # Nor does one that the main thread waits for: it is not taken.
         main = threading.main_thread().ident
         assert main is not None
-        killer = in_thread(lambda: interrupt_until(main, let_go))
+        killer = in_thread(lambda: send_until(main, signal.SIGINT, let_go))
         with pytest.raises(KeyboardInterrupt):
             lock.acquire()
     finally:
@@ -209,12 +209,12 @@ def test_locks_of_other_threads_hold_no_signal(handle: Callable[..., None]) -> N
     assert not lock.locked()
 
 
-def interrupt_until(thread: int, over: threading.Event) -> None:
-    """Interrupt a thread once it sleeps, and again if it did not yet."""
+def send_until(thread: int, number: int, over: threading.Event) -> None:
+    """Send a signal to the main thread once it sleeps."""
     while not over.is_set():
         with open(f"/proc/self/task/{os.getpid()}/stat") as file:
             if file.read().rpartition(")")[2].split()[0] == "S":
-                signal.pthread_kill(thread, signal.SIGINT)
+                signal.pthread_kill(thread, number)
                 return
 
 
@@ -233,6 +233,78 @@ def send_for_seconds(seconds: float) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         send()
+
+
+@compiled
+def test_who_waits_for_a_second_lock_can_be_interrupted_then_too(
+    handle: Callable[..., None],
+) -> None:
+    """Two queues whose threads wait for each other."""
+    first, second, over = Lock(), Lock(), threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def hold() -> None:
+        with second:
+            while not over.wait(0.1):
+                signal.pthread_kill(main, signal.SIGINT)
+
+    thread = in_thread(hold)
+    while not second.locked():
+        time.sleep(0)
+    with first:
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                second.acquire(timeout=20.0)
+        finally:
+            over.set()
+            thread.join()
+
+
+@compiled
+def test_what_a_handler_does_can_be_interrupted(handle: Callable[..., None]) -> None:
+    """It runs while nothing is held, though the lock was waited for."""
+    lock, let_go, seen = Lock(), threading.Event(), list[str]()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def takes_long(number: int, frame: FrameType | None) -> None:
+        try:
+            send()
+            for _ in range(100):
+                pass
+            seen.append("held")
+        except KeyboardInterrupt:
+            seen.append("interrupted")
+        let_go.set()
+
+    def hold() -> None:
+        with lock:
+            let_go.wait()
+
+    handle(signal.SIGTERM, takes_long)
+    threads = [in_thread(hold)]
+    while not lock.locked():
+        time.sleep(0)
+    threads.append(in_thread(lambda: send_until(main, signal.SIGTERM, let_go)))
+    assert lock.acquire(timeout=20.0)
+    lock.release()
+    for thread in threads:
+        thread.join()
+    assert set(seen) == {"interrupted"}
+
+
+@compiled
+def test_a_handler_of_later_is_held_too(handle: Callable[..., None]) -> None:
+    """As `asyncio.run` installs one; it is looked for every 20 ms."""
+    handle(signal.SIGTERM, lambda *_: None)
+    ran: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: ran.append(number))
+    time.sleep(0.05)
+    with Lock():
+        send(signal.SIGTERM)
+        assert ran == []
+    assert ran == [signal.SIGTERM]
 
 
 @compiled
@@ -261,11 +333,12 @@ def test_a_child_forked_meanwhile_gets_its_signals() -> None:
 @compiled
 def test_handlers_in_c_and_signals_without_one_are_left_alone() -> None:
     """`faulthandler`, and what ends a process."""
-    assert not speed.hold_signal(signal.SIGUSR2)
+    others = speed.hold_signals([], [])
+    assert speed.hold_signals([signal.SIGUSR2], []) == others
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.register(signal.SIGUSR2, file=file)
         try:
-            assert not speed.hold_signal(signal.SIGUSR2)
+            assert speed.hold_signals([], []) == others
             with Lock():
                 send(signal.SIGUSR2)
                 file.seek(0)
@@ -274,7 +347,7 @@ def test_handlers_in_c_and_signals_without_one_are_left_alone() -> None:
             faulthandler.unregister(signal.SIGUSR2)
     for wrong in (0, 10_000):
         with pytest.raises(ValueError, match=f"no signal {wrong}"):
-            speed.hold_signal(wrong)
+            speed.hold_signals([wrong], [])
 
 
 STORM = """

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -109,6 +113,59 @@ def test_an_agent_that_is_dead_is_not_used() -> None:
     assert not side.answer(batch(0, b"answer"))
     side.close()
     assert answers(waiting) == [None]
+
+
+@pytest.fixture
+def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where nothing is compiled."""
+    monkeypatch.setattr("mq.speed.COMPILED", False)
+
+
+class Swallowing:
+    """A future as torch's: what is raised while it is set is kept from the caller."""
+
+    value: object = None
+    handler: Any = None
+
+    def set_result(self, value: object) -> None:
+        try:
+            self.handler = signal.getsignal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            self.value = value
+        except KeyboardInterrupt:
+            pass
+
+
+@pytest.mark.usefixtures("_in_python")
+def test_an_interrupt_while_a_call_is_answered_comes_afterwards() -> None:
+    """Else the user's Ctrl-C would be the peer's."""
+    before = signal.getsignal(signal.SIGINT)
+    future = Swallowing()
+    with pytest.raises(KeyboardInterrupt):
+        calls.resolve(future, "answer")
+    assert future.value == "answer"
+    assert signal.getsignal(signal.SIGINT) is before
+    # Where another signal's handler has raised before it was put back.
+    with pytest.raises(KeyboardInterrupt):
+        future.handler(signal.SIGINT, sys._getframe())
+
+
+@pytest.mark.usefixtures("_in_python")
+def test_whose_interrupts_are_handled_otherwise_gets_them_once() -> None:
+    """By a handler of the application's."""
+    seen: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        future = Swallowing()
+        calls.resolve(future, "answer")
+        assert signal.getsignal(signal.SIGINT) is handler
+        assert (future.value, seen) == ("answer", [signal.SIGINT])
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # -- between two links ----------

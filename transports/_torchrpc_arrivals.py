@@ -108,7 +108,7 @@ class Arrivals:
             kept = self._kept
             waits = kept is not None and not kept.done() and self._agent.alive
             if waits:  # an agent that is dead would crash
-                kept.set_result(value)
+                calls.resolve(kept, value)
             self._kept = None
         return waits
 
@@ -157,6 +157,6 @@ class Arrivals:
         if self._agent.alive:
             for future in held:
                 if not future.done():
-                    future.set_result(value)
+                    calls.resolve(future, value)
         with self._lock:
             self._held = [future for future in self._held if not future.done()]

@@ -7,10 +7,15 @@ a few callbacks. They only append to a deque and wake a poller.
 from __future__ import annotations
 
 import importlib
+import signal
+import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
+
+from mq import speed
 
 rpc: Any = None  # untyped, as most of it is; None where torch has none
 try:
@@ -79,6 +84,47 @@ def echo(value: Any) -> Any:
 def total(tensors: list[Any]) -> Any:
     """What this process calls to see whether tensors on its GPUs arrive on them."""
     return done([(str(tensor.device), int(tensor.sum())) for tensor in tensors])
+
+
+def resolve(future: Any, value: Any) -> None:
+    """Give a call its answer; a Ctrl-C meanwhile is raised afterwards.
+
+    torch pickles the answer in Python, within a function of C++ that would send what is
+    raised there to the peer and keep it from the caller. With the compiled part the
+    queue's lock, which is held, sees to it for all signals.
+    """
+    if speed.COMPILED:
+        future.set_result(value)
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(
+        handler
+    ):
+        future.set_result(value)
+        return
+    noted: list[FrameType | None] = []
+
+    def note(number: int, frame: FrameType | None) -> Any:
+        if _resolves(frame):
+            noted.append(frame)
+        else:  # another signal's handler has raised before ours was put back
+            handler(number, frame)
+
+    try:
+        signal.signal(signal.SIGINT, note)
+        future.set_result(value)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if noted:
+        handler(signal.SIGINT, noted[0])
+
+
+def _resolves(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is resolve.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def done(value: Any) -> Any:

@@ -354,7 +354,6 @@ class Lead:
         self._upkeep_at = now + self.upkeep_seconds
         self.lock.release()
         try:
-            signals.hold()  # those that got a handler meanwhile, or another
             self.upkeep()
         except Exception:
             if not self.closing:

@@ -17,7 +17,7 @@ from mq.testing.member import Member
 from mq.testing.waiting import STEP, StepTimeout, wait_until
 from mq.testing.worker import resources
 
-_INTERRUPTS = 40
+_INTERRUPTS = 100
 """How often `recv`, and how often `publish`, of a stream has to be interrupted."""
 _ECHOED = 4
 """One number of so many is sent back."""
