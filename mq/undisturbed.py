@@ -48,17 +48,33 @@ class Stopper:
 
 
 class _Work(Generic[T]):
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(
+        self,
+        work: Callable[[], T],
+        undo: Callable[[T], object],
+        stopper: Stopper | None,
+    ) -> None:
         self._work = work
+        self._undo = undo
+        self._stopper = stopper
         self._context = contextvars.copy_context()
         self._device = _cuda_device()
-        self.begun = threading.Event()
+        self._begun = threading.Event()
+        self._cleaner: threading.Thread | None = None
         self.ended = threading.Event()
         self.results: list[T] = []
         self.error: BaseException | None = None
 
-    def run(self) -> None:
-        self.begun.set()
+    def start(self) -> None:
+        thread = threading.Thread(target=self._run, name="mq-undisturbed", daemon=True)
+        try:
+            with Lock():  # half started, it would be listed by `threading` for ever
+                thread.start()
+        except RuntimeError:  # the interpreter is ending, or no thread is to be had
+            self._run()
+
+    def _run(self) -> None:
+        self._begun.set()
         try:
             if self._device is not None:
                 sys.modules["torch"].cuda.set_device(self._device)
@@ -67,6 +83,30 @@ class _Work(Generic[T]):
             self.error = error
         finally:
             self.ended.set()
+
+    def abandon(self) -> None:
+        """Undo it once it is done, and wait a little for that; may be repeated."""
+        with Lock():
+            if self._cleaner is not None:
+                return
+            cleaner = threading.Thread(
+                target=self._clean, name="mq-undisturbed", daemon=True
+            )
+            cleaner.start()
+            self._cleaner = cleaner
+        cleaner.join(GRACE_SECONDS)
+
+    def _clean(self) -> None:
+        if self._stopper is not None:
+            self._stopper.stop()
+        if not self._begun.wait(_BEGIN_SECONDS):
+            return  # the interrupt came before it was started
+        self.ended.wait()
+        try:
+            if self.results:
+                self._undo(self.results.pop())
+        except Exception:
+            logger.exception("could not undo what was interrupted")
 
 
 def _cuda_device() -> int | None:
@@ -97,42 +137,20 @@ def undisturbed(
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    task = _Work(work)
-    thread = threading.Thread(target=task.run, name="mq-undisturbed", daemon=True)
+    task = _Work(work, undo, stopper)
     try:
-        try:
-            with Lock():  # half started, it would be listed by `threading` for ever
-                thread.start()
-        except RuntimeError:  # the interpreter is ending, or no thread is to be had
-            task.run()
+        task.start()
         task.ended.wait()
         if task.error is None:
             return task.results[0]
     except BaseException:
-        _abandon(task, undo, stopper)
+        try:
+            task.abandon()
+        finally:
+            task.abandon()  # another interrupt came before the first did so
         raise
     error, task.error = task.error, None
     try:
         raise error
     finally:
         del error  # it refers to this frame, and must not refer to itself
-
-
-def _abandon(
-    task: _Work[T], undo: Callable[[T], object], stopper: Stopper | None
-) -> None:
-    def end() -> None:
-        if not task.begun.wait(_BEGIN_SECONDS):
-            return  # the interrupt came before it was started
-        task.ended.wait()
-        try:
-            if task.results:
-                undo(task.results.pop())
-        except Exception:
-            logger.exception("could not undo what was interrupted")
-
-    if stopper is not None:
-        stopper.stop()
-    cleaner = threading.Thread(target=end, name="mq-undisturbed", daemon=True)
-    cleaner.start()
-    cleaner.join(GRACE_SECONDS)
