@@ -60,8 +60,11 @@ class _Work(Generic[T]):
         self._context = contextvars.copy_context()
         self._device = _cuda_device()
         self._begun = threading.Event()
-        self._cleaner: threading.Thread | None = None
-        self.ended = threading.Event()
+        self._ended = threading.Event()
+        # What the main thread waits for: an interrupt may leave an Event's lock taken.
+        self._result_is_there = _taken_lock()
+        self._nothing_is_left = _taken_lock()
+        self._is_abandoned = False
         self.results: list[T] = []
         self.error: BaseException | None = None
 
@@ -82,31 +85,42 @@ class _Work(Generic[T]):
         except BaseException as error:
             self.error = error
         finally:
-            self.ended.set()
+            self._ended.set()
+            self._result_is_there.release()
+
+    def wait(self) -> None:
+        """Until there is a result, or an error; once."""
+        self._result_is_there.acquire()
 
     def abandon(self) -> None:
         """Undo it once it is done, and wait a little for that; may be repeated."""
         with Lock():
-            if self._cleaner is not None:
+            if self._is_abandoned:
                 return
-            cleaner = threading.Thread(
+            threading.Thread(
                 target=self._clean, name="mq-undisturbed", daemon=True
-            )
-            cleaner.start()
-            self._cleaner = cleaner
-        cleaner.join(GRACE_SECONDS)
+            ).start()
+            self._is_abandoned = True
+        self._nothing_is_left.acquire(timeout=GRACE_SECONDS)
 
     def _clean(self) -> None:
-        if self._stopper is not None:
-            self._stopper.stop()
-        if not self._begun.wait(_BEGIN_SECONDS):
-            return  # the interrupt came before it was started
-        self.ended.wait()
         try:
-            if self.results:
-                self._undo(self.results.pop())
+            if self._stopper is not None:
+                self._stopper.stop()
+            # Else the interrupt came before it was started.
+            if self._begun.wait(_BEGIN_SECONDS) and self._ended.wait():
+                for result in self.results:
+                    self._undo(result)
         except Exception:
             logger.exception("could not undo what was interrupted")
+        finally:
+            self._nothing_is_left.release()
+
+
+def _taken_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 def _cuda_device() -> int | None:
@@ -140,7 +154,7 @@ def undisturbed(
     task = _Work(work, undo, stopper)
     try:
         task.start()
-        task.ended.wait()
+        task.wait()
         if task.error is None:
             return task.results[0]
     except BaseException:
