@@ -18,7 +18,8 @@ be lost. A new connection is a new `Conn`; nothing of an old one ever arrives on
 
 **Threads.** The mesh calls a link under one lock, from whichever thread leads at the
 moment. Only `Poller.wait` runs without that lock. A link starts no threads that run
-Python code.
+Python code. Handlers of signals do not run in it: while the main thread has that lock
+they wait, if `SIGNALS_WAIT`, and it is opened and closed in another thread.
 """
 
 from __future__ import annotations
@@ -30,11 +31,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
+from mq import speed
+
 if TYPE_CHECKING:
     from mq.devices import Piece
     from mq.lending import Lender
     from mq.mesh.poller import Poller
     from mq.segments import Segment
+
+SIGNALS_WAIT: Final = speed.COMPILED
+"""Whether no handler of a signal runs while a link is called."""
 
 MAX_HEAD_BYTES = 128 * 1024
 """The largest head of a message; a batch of small messages travels as one head."""

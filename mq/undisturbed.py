@@ -65,16 +65,27 @@ class _Work(Generic[T]):
         self._result_is_there = _taken_lock()
         self._nothing_is_left = _taken_lock()
         self._is_abandoned = False
+        self._threads: list[threading.Thread] = []
         self.results: list[T] = []
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        thread = threading.Thread(target=self._run, name="mq-undisturbed", daemon=True)
         try:
             with Lock():  # half started, it would be listed by `threading` for ever
-                thread.start()
+                self._start_thread(self._run)
         except RuntimeError:  # the interpreter is ending, or no thread is to be had
             self._run()
+
+    def _start_thread(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name="mq-undisturbed", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _join_threads(self) -> None:
+        """They have nothing more to do."""
+        with Lock():
+            for thread in self._threads:
+                thread.join()
 
     def _run(self) -> None:
         self._begun.set()
@@ -91,17 +102,17 @@ class _Work(Generic[T]):
     def wait(self) -> None:
         """Until there is a result, or an error; once."""
         self._result_is_there.acquire()
+        self._join_threads()
 
     def abandon(self) -> None:
         """Undo it once it is done, and wait a little for that; may be repeated."""
         with Lock():
             if self._is_abandoned:
                 return
-            threading.Thread(
-                target=self._clean, name="mq-undisturbed", daemon=True
-            ).start()
+            self._start_thread(self._clean)
             self._is_abandoned = True
-        self._nothing_is_left.acquire(timeout=GRACE_SECONDS)
+        if self._nothing_is_left.acquire(timeout=GRACE_SECONDS):
+            self._join_threads()
 
     def _clean(self) -> None:
         try:

@@ -118,7 +118,7 @@ def test_an_agent_that_is_dead_is_not_used() -> None:
 @pytest.fixture
 def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where nothing is compiled."""
-    monkeypatch.setattr("mq.speed.COMPILED", False)
+    monkeypatch.setattr(calls, "SIGNALS_WAIT", False)
 
 
 class Swallowing:

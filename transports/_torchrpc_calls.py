@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mq import speed
+from mq.transport import SIGNALS_WAIT
 
 rpc: Any = None  # untyped, as most of it is; None where torch has none
 try:
@@ -93,7 +93,7 @@ def resolve(future: Any, value: Any) -> None:
     raised there to the peer and keep it from the caller. With the compiled part the
     queue's lock, which is held, sees to it for all signals.
     """
-    if speed.COMPILED:
+    if SIGNALS_WAIT:
         future.set_result(value)
         return
     handler = signal.getsignal(signal.SIGINT)
