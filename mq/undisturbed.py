@@ -91,7 +91,7 @@ class _Work(Generic[T]):
         self._begun.set()
         try:
             if self._device is not None:
-                sys.modules["torch"].cuda.set_device(self._device)
+                sys.modules["torch.cuda"].set_device(self._device)
             self.results.append(self._context.run(self._work))
         except BaseException as error:
             self.error = error
@@ -136,10 +136,11 @@ def _taken_lock() -> threading.Lock:
 
 def _cuda_device() -> int | None:
     """CUDA's current device is a thread's own."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    cuda: Any = sys.modules.get("torch.cuda")
+    # Another thread may just be importing it.
+    if cuda is None or not getattr(cuda, "is_initialized", bool)():
         return None
-    return int(torch.cuda.current_device())
+    return int(cuda.current_device())
 
 
 def undisturbed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import os
 import signal
+import sys
 import threading
 import weakref
 
@@ -66,6 +67,32 @@ def test_the_work_sees_the_context_of_its_caller() -> None:
     """Variables of the application's, as those of tracing."""
     colour.set("green")
     assert undisturbed(colour.get) == "green"
+
+
+def test_the_work_has_the_current_device_of_its_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA keeps one for each thread; torch may be half imported."""
+    devices = threading.local()
+    devices.current = 3
+
+    class Cuda:
+        @staticmethod
+        def is_initialized() -> bool:
+            return True
+
+        @staticmethod
+        def current_device() -> int:
+            return getattr(devices, "current", 0)
+
+        @staticmethod
+        def set_device(index: int) -> None:
+            devices.current = index
+
+    monkeypatch.setitem(sys.modules, "torch.cuda", Cuda)
+    assert undisturbed(Cuda.current_device) == 3
+    monkeypatch.setitem(sys.modules, "torch.cuda", object())
+    assert undisturbed(Cuda.current_device) == 0
 
 
 def test_only_the_main_thread_needs_another_one() -> None:
