@@ -322,6 +322,48 @@ def test_a_retained_message_is_not_sent_again_to_who_has_it() -> None:
         world.settle()
 
 
+def until_acknowledged(world: World, name: str) -> None:
+    """Deliver one parcel after the other until a subscription to t has its answer."""
+    sources = world[name].mesh.subscriber.topics["t"].sources
+    for _ in range(2000):
+        if any(source.confirmed for source in sources.values()):
+            return
+        if steps := world.net.steps():
+            world.net.deliver(steps[0])
+        else:
+            world.now += 0.05
+        for member in world.members.values():
+            member.poll()
+    raise AssertionError("never acknowledged")
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_retained_message_cut_off_on_its_way_comes_in_the_next_session(
+    keep: int | None, newer: bool
+) -> None:
+    """It, or the one that took its place; nothing that was never owed is lost."""
+    world = World("a", "b", peer_timeout=4.0)
+    a, b = world["a"], world["b"]
+    assert a.publish("t", LARGE, retain=True)
+    assert a.publish("t", b"before the subscription")
+    b.subscribe("t", keep)
+    for _ in range(2):
+        until_acknowledged(world, "b")
+        world.partition("a", "b")
+        world.advance(10.0)
+        assert b.recv_all() == []
+        world.heal()
+    if newer:
+        assert a.publish("t", LARGE[::-1], retain=True)
+    world.advance(5.0)
+    assert b.payloads() == [LARGE[::-1] if newer else LARGE]
+    assert a.publish("t", b"next")
+    world.settle()
+    assert b.payloads() == [b"next"]
+    assert b.mesh.publisher.topic("t").stats.lost == 0
+
+
 def test_flush_marks_are_reached_when_the_inbox_has_it_all() -> None:
     """For every subscriber, also one that began with an older retained message."""
     world = subscribed("b")

@@ -403,6 +403,7 @@ class MeshMachine(RuleBasedStateMachine):
                 while self._take(member):
                     pass
         self._check_mesh_is_full()
+        self._check_retained_arrived()
         for member in world.members.values():
             for topic in TOPICS:
                 self._publish_at_last(member, topic)
@@ -426,6 +427,13 @@ class MeshMachine(RuleBasedStateMachine):
         for member in self.world.members.values():
             others = sorted(n for n in self.world.members if n != member.name)
             assert member.peers() == others
+
+    def _check_retained_arrived(self) -> None:
+        for (name, topic), reading in self.readings.items():
+            for other in self.world.members.values():
+                retained = other.mesh.publisher.topic(topic).retained
+                if other.name != name and retained is not None:
+                    assert reading.last.get(other.incarnation, -1) >= retained.sequence
 
     def _check_nothing_is_missing(self) -> None:
         for (name, topic), reading in self.readings.items():

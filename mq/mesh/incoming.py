@@ -100,6 +100,7 @@ class Source:
         at_once: How many messages `recv` may decode ahead, of those it has not counted.
         taken: Sequence of the last message that `recv` took.
         first: The first sequence published since the subscription began.
+        retained: Of the retained message that comes before it, or -1.
         kept: For keep-last, the newest n messages not yet taken.
         lent: Messages that lie in the publisher's memory and were not released, by
             sequence, each with the token of the view that counts.
@@ -119,6 +120,7 @@ class Source:
         "granted_messages",
         "kept",
         "lent",
+        "retained",
         "session",
         "subscription",
         "taken",
@@ -136,6 +138,7 @@ class Source:
         self.at_once = 1
         self.taken = -1
         self.first = 0
+        self.retained = -1
         self.kept: deque[Entry] = deque(maxlen=subscription.keep)
         self.arrivals: deque[Arrivals] = deque(maxlen=1)
         self.lent: dict[int, object] = {}
@@ -151,7 +154,7 @@ class Source:
         """Sequence of the newest message that has arrived."""
         return self.arrivals[0].newest
 
-    def begin(self, first: int, after: int) -> Arrivals:
+    def begin(self, first: int, retained: int, after: int) -> Arrivals:
         """The publisher acknowledged: new messages begin at `first`.
 
         Messages up to sequence `after` came in an earlier session.
@@ -160,6 +163,7 @@ class Source:
             What the caller appends to `arrivals` to make it true.
         """
         self.first = first
+        self.retained = retained
         self.taken = after
         return Arrivals(after, 0, 0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mq.borrowing import Returns
 from mq.errors import MessagesLost
@@ -29,6 +29,29 @@ MAX_REMEMBERED: Final = 1024
 """Publishers that were given up without proof and whose streams are remembered."""
 
 
+class Ended(NamedTuple):
+    """Where a stream ended, of a publisher that was given up and may return.
+
+    Attributes:
+        newest: Sequence of the last message that came, or before the retained one that
+            was still to come: newer retained messages are wanted.
+        owed: The last sequence that was owed until then: what was published after it
+            is lost, unless it comes.
+    """
+
+    newest: int
+    owed: int
+
+    @classmethod
+    def of(cls, source: Source) -> Ended:
+        owed = max(source.newest, source.first - 1)
+        waiting = source.newest < source.retained
+        return cls(source.retained - 1 if waiting else owed, owed)
+
+
+_NOTHING_CAME: Final = Ended(-1, -1)
+
+
 class Subscriber:
     """Subscriptions of this member, by topic and by id, and its inbox.
 
@@ -47,7 +70,7 @@ class Subscriber:
         self._next_id = 1
         self._take = take
         self._limit = max_message_bytes
-        self._remembered: dict[str, dict[str, int]] = {}
+        self._remembered: dict[str, dict[str, Ended]] = {}
         self.owed: list[Session] = []
 
     def subscribe(
@@ -98,9 +121,10 @@ class Subscriber:
 
     def introduce(self, session: Session) -> None:
         """Tell a new session's peer all subscriptions, in its first frames."""
-        seen = self._remembered.get(session.peer.incarnation, {})
+        ended = self._remembered.get(session.peer.incarnation, {})
         requests = [
-            s.add_source(session, seen.get(s.topic, -1)) for s in self.topics.values()
+            s.add_source(session, ended.get(s.topic, _NOTHING_CAME).newest)
+            for s in self.topics.values()
         ]
         session.introduce(
             requests[start : start + SUBSCRIPTIONS_PER_FRAME]
@@ -116,15 +140,15 @@ class Subscriber:
             may_return: It may only have been stalled: remember where its streams
                 ended, so that a later session can tell what was lost in between.
         """
-        seen: dict[str, int] = {}
+        ended: dict[str, Ended] = {}
         for subscription in self.topics.values():
             source = subscription.sources.get(session)
             if source is not None and source.confirmed:
                 self.inbox.cut(source)
-                seen[subscription.topic] = max(source.newest, source.first - 1)
+                ended[subscription.topic] = Ended.of(source)
         incarnation = session.peer.incarnation
         if may_return:
-            self._remembered.setdefault(incarnation, {}).update(seen)
+            self._remembered.setdefault(incarnation, {}).update(ended)
             while len(self._remembered) > MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
         else:
@@ -171,12 +195,12 @@ class Subscriber:
             if source is None or source in begun:
                 continue
             topic = source.subscription.topic
-            seen = remembered.get(topic)
-            if seen is None:
-                begun[source] = source.begin(answer.next_sequence, -1)
+            newest, owed = remembered.get(topic, _NOTHING_CAME)
+            first = max(answer.next_sequence, owed + 1)
+            begun[source] = source.begin(first, answer.retained, newest)
+            if topic not in remembered:
                 continue
-            begun[source] = source.begin(max(answer.next_sequence, seen + 1), seen)
-            count = answer.next_sequence - 1 - seen - (answer.retained > seen)
+            count = answer.next_sequence - 1 - owed - (answer.retained > owed)
             if count > 0 and source.subscription.keep is None:
                 lost[topic] = count
             elif count > 0:
