@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 DEFAULT_DEPTH = 1000
 DEFAULT_WINDOW_BYTES = 256 << 20
+MAX_CREDIT = 2**62
+"""What more stands for, as credit is sent in totals of 63 bits."""
 
 
 class BlockingQueue(Membership):
@@ -207,6 +209,7 @@ class BlockingQueue(Membership):
         for what, number in (("depth", depth), ("window_bytes", window_bytes)):
             if type(number) is not int or number < 1:
                 raise ValueError(f"{what} is {number!r}, but must be 1 or more")
+        depth, window_bytes = min(depth, MAX_CREDIT), min(window_bytes, MAX_CREDIT)
         options = (history.keep, depth, window_bytes, zero_copy, device)
         subscriber = self._mesh.subscriber
         found: list[Subscription] = []

@@ -24,7 +24,12 @@ def _checked(shape: Sequence[int], dtype: Any) -> tuple[tuple[int, ...], Any, in
     sizes = tuple(int(size) for size in shape)
     if any(size < 0 for size in sizes):
         raise ValueError(f"shape {sizes} has a negative size")
-    if type(dtype).__module__ != "torch":
+    if type(dtype).__module__ == "torch":
+        from mq.tensors import sendable
+
+        if not sendable(dtype):
+            raise ValueError(f"tensors of dtype {dtype} cannot be sent")
+    else:
         dtype = np.dtype(dtype)
         if dtype.hasobject:
             raise ValueError(f"dtype {dtype} holds Python objects and cannot be sent")
@@ -35,7 +40,7 @@ def room(shape: Sequence[int], dtype: Any) -> int:
     """How many bytes `lay_out` needs.
 
     Raises:
-        ValueError: The shape is negative, or the dtype holds Python objects.
+        ValueError: The shape is negative, or the dtype cannot be sent.
         TypeError: NumPy does not know the dtype.
     """
     return _HEADER_BYTES + _checked(shape, dtype)[2]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from mq import exits, settings, stats
@@ -13,6 +14,7 @@ from mq.errors import Closed, MembersTimeout
 from mq.members import Member
 from mq.mesh import wire
 from mq.message import check_topic
+from mq.seconds import seconds
 from mq.transport import LINGER_SECONDS, Capabilities
 from mq.undisturbed import undisturbed
 
@@ -175,13 +177,14 @@ class Membership:
         driver = self._driver
         if driver.forked:
             return
+        deadline = time.monotonic() + seconds("linger", linger)
         driver.end_calls()
         with self._close_lock:
             if self._closed:
                 return
             to_send = HURRIED_SECONDS
             try:
-                left = driver.leave("closed", linger)
+                left = driver.leave("closed", deadline)
                 to_send = LINGER_SECONDS
                 if left:
                     logger.warning(

@@ -34,6 +34,10 @@ class Message(NamedTuple):
     nbytes: int
 
 
+MOST_KEPT: Final = 2**31 - 1
+"""Of each publisher; who asks for more gets this."""
+
+
 class History(NamedTuple):
     """How much of a topic a slow subscriber keeps: all, or the newest n."""
 
@@ -55,7 +59,7 @@ def keep_last(n: int) -> History:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"keep_last needs a whole number of at least 1, not {n!r}")
-    return History(n)
+    return History(min(n, MOST_KEPT))
 
 
 class _Clear:

@@ -13,6 +13,7 @@ from mq.blocking import BlockingQueue
 from mq.errors import Closed, RecvTimeout, TransportUnavailable
 from mq.message import CLEAR, Message
 from mq.process import out_of_descriptors
+from mq.seconds import deadline_after
 from mq.undisturbed import Stopper, undisturbed
 
 
@@ -115,7 +116,7 @@ class MQ(BlockingQueue):
 
     async def arecv(self, timeout: float | None = None) -> Message:
         """`recv` for asyncio; cancelled, it has taken nothing."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_after(timeout)
         with self._wakeups() as wakeup:
             while True:
                 wakeup.clear()
@@ -141,7 +142,7 @@ class MQ(BlockingQueue):
             self._check_new_topic(topic)
         frames = self._codec.encode(payload, topic, self._carried(topic, retain))
         publish = self._driver.publish
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_after(timeout)
         with self._wakeups() as wakeup:
             while True:
                 wakeup.clear()
@@ -156,7 +157,7 @@ class MQ(BlockingQueue):
         """`flush` for asyncio."""
         driver = self._driver
         driver.check()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_after(timeout)
         marks = driver.marks()
         with self._wakeups() as wakeup:
             while True:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from mq import registry
+from mq.seconds import positive_seconds
 
 FOUR_GIB: Final = 4 << 30
 _counter = count(1)
@@ -103,9 +104,9 @@ def resolve(
         sources["labels"] = "environment MQ_LABELS"
     for label in label_list:
         _check_text("label", label, 255)
-    _check_seconds("connect_timeout", connect_timeout)
+    connect_timeout = positive_seconds("connect_timeout", connect_timeout)
     if peer_timeout is not None:
-        _check_seconds("peer_timeout", peer_timeout)
+        peer_timeout = positive_seconds("peer_timeout", peer_timeout)
         if peer_timeout < 0.1:
             raise ValueError(f"peer_timeout is {peer_timeout} s, at least 0.1 s needed")
     sources["max_message_bytes"] = "argument"
@@ -123,7 +124,7 @@ def resolve(
         attach_to=attach_list,
         labels=label_list,
         secret=_secret(secret, env, sources),
-        connect_timeout=float(connect_timeout),
+        connect_timeout=connect_timeout,
         peer_timeout=peer_timeout,
         max_message_bytes=max_message_bytes,
         insecure=insecure,
@@ -148,13 +149,6 @@ def _check_text(what: str, value: object, limit: int) -> None:
         raise ValueError(
             f"{what} {value[:50]!r} is not 1 to {limit} printable characters"
         )
-
-
-def _check_seconds(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{what} is seconds, not {type(value).__name__}")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{what} is {value}, but must be a positive number of seconds")
 
 
 def _strings(what: str, value: str | Sequence[str]) -> tuple[str, ...]:

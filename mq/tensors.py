@@ -54,6 +54,11 @@ for _name, _carrier in _CARRIERS.items():
         _BY_NAME[_name] = (_dtype, _bits, _carrier is not None)
 
 
+def sendable(dtype: torch.dtype) -> bool:
+    """Whether dense tensors of a dtype can be sent as they are."""
+    return dtype in _BY_DTYPE
+
+
 def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
     """A tensor as a description and a buffer."""
     found = _BY_DTYPE.get(tensor.dtype)

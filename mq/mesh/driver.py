@@ -11,7 +11,7 @@ from mq.mesh.feed import Feed
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 from mq.mesh.publishing import Publishing
-from mq.mesh.waiting import check_timeout
+from mq.seconds import deadline_after
 
 STALE_SECONDS: Final = 0.005
 """`recv` polls at least this often, even while its inbox is full."""
@@ -44,11 +44,10 @@ class Driver(Publishing):
 
         Raises:
             Closed: The queue was closed meanwhile.
-            ValueError: The timeout is negative or not a number.
+            TypeError, ValueError: The timeout is no number, or negative.
         """
         self.check()
-        check_timeout(timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_after(timeout)
         with self.lock:
             try:
                 while True:
@@ -85,18 +84,18 @@ class Driver(Publishing):
 
         Raises:
             Closed: The queue is closed.
+            TypeError, ValueError: The timeout is no number, or negative.
         """
         if self.closing or self.forked:
             self._refuse()
-        if timeout is not None and not timeout >= 0:
-            check_timeout(timeout)
+        deadline = deadline_after(timeout)
         self._wanted |= self.lock.locked()
         with self.lock:
             self._wanted = False
             if self.closing or self.mesh.replaced:
                 self._refuse()
             try:
-                box[0] = self._take_now(timeout)
+                box[0] = self._take_now(deadline)
                 self._inbox.hand_over()
             except BaseException:
                 if self._inbox.undo_take():
@@ -105,11 +104,11 @@ class Driver(Publishing):
                 raise
         return box[0] is not None
 
-    def _take_now(self, timeout: float | None) -> Any:
+    def _take_now(self, deadline: float | None) -> Any:
         subscriber = self._subscriber
         item = subscriber.take()
         if item is None:
-            item = self._wait_for_item(timeout)
+            item = self._wait_for_item(deadline)
         else:
             now = time.monotonic()
             if now - self._polled_at > STALE_SECONDS:
@@ -128,8 +127,7 @@ class Driver(Publishing):
             owed.pop().pump(now)
         self._nudge()
 
-    def _wait_for_item(self, timeout: float | None) -> Any:
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def _wait_for_item(self, deadline: float | None) -> Any:
         try:
             flush = True
             while True:
@@ -167,15 +165,14 @@ class Driver(Publishing):
         with self.lock:
             return self._publisher.marks()
 
-    def leave(self, reason: str, linger: float) -> list[tuple[Feed, int]]:
+    def leave(self, reason: str, deadline: float) -> list[tuple[Feed, int]]:
         """Deliver what was published, say BYE, stop the mesh.
 
         Other calls must already have been ended by `closing`.
 
         Returns:
-            What could not be delivered within `linger` seconds.
+            What could not be delivered until the deadline.
         """
-        deadline = time.monotonic() + linger
         mesh = self.mesh
         with self.lock:
             self._changes.notify_all()

@@ -14,7 +14,8 @@ from mq.mesh.mesh import Mesh
 from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.poller import Poller
 from mq.mesh.session import Session
-from mq.mesh.waiting import Waiting, check_timeout
+from mq.mesh.waiting import Waiting
+from mq.seconds import deadline_after
 
 if TYPE_CHECKING:
     from mq.frames import Frames
@@ -97,10 +98,7 @@ class Publishing(Waiting):
         Raises:
             PublishTimeout, MessageTooLarge, CodecError, Closed: Nobody got it.
         """
-        deadline = None
-        if timeout is not None:
-            check_timeout(timeout)
-            deadline = time.monotonic() + timeout
+        deadline = deadline_after(timeout)
         only_try = timeout == 0 and not stream
         if (
             block is None
@@ -340,10 +338,9 @@ class Publishing(Waiting):
             PublishTimeout: Subscribers held all of it for `timeout` seconds.
         """
         self.check()
-        check_timeout(timeout)
+        deadline = deadline_after(timeout)
         if self._lender is None or nbytes <= INLINE_BYTES:
             return None
-        deadline = None if timeout is None else time.monotonic() + timeout
         return self._take_block(name, nbytes, deadline)[0]
 
     def _who_borrows(self, borrowers: Collection[Session]) -> str:

@@ -24,12 +24,6 @@ COMPLAIN_SECONDS: Final = 5.0
 """After which a waiting `publish` logs whom it waits for; then each minute."""
 
 
-def check_timeout(timeout: float | None) -> None:
-    """Raises: ValueError, TypeError, if this is no time to wait."""
-    if timeout is not None and not timeout >= 0:
-        raise ValueError(f"timeout is {timeout} s; give 0 or more, or None to wait")
-
-
 class Waiting(Lead):
     """Calls that wait until others let them go on."""
 

@@ -15,6 +15,7 @@ import msgspec
 
 from mq import extensions as ext
 from mq.frames import align, align_area
+from mq.message import MOST_KEPT
 
 MAGIC: Final = b"MQMESH"
 PROTOCOL_VERSION: Final = 1
@@ -83,7 +84,7 @@ MAX_GAP: Final = 63
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
 SequenceNumber = Annotated[int, msgspec.Meta(ge=-1, le=MAX_SEQUENCE)]
 SubscriptionId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-Keep = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Keep = Annotated[int, msgspec.Meta(ge=1, le=MOST_KEPT)]
 
 
 class Malformed(Exception):

@@ -1,0 +1,48 @@
+"""Times that users give, in seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from numbers import Real
+
+LONGEST = threading.TIMEOUT_MAX / 2
+"""Over a hundred years; a lock takes no more than twice that."""
+
+
+def positive_seconds(what: str, value: float) -> float:
+    """A time that somebody gave for something.
+
+    Raises:
+        TypeError, ValueError: It is not a positive, finite number; names `what`.
+    """
+    _check_type(what, value)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{what} is {value}, but must be a positive number of seconds")
+    return float(min(value, LONGEST))
+
+
+def seconds(what: str, value: float) -> float:
+    """The same, but 0 and infinity are times, too: it is how long something waits.
+
+    Raises:
+        TypeError, ValueError: It is no number, or less than 0; names `what`.
+    """
+    _check_type(what, value)
+    if not value >= 0:
+        raise ValueError(f"{what} is {value} s, but must be 0 or more")
+    return min(value, LONGEST)
+
+
+def deadline_after(timeout: float | None) -> float | None:
+    """When a call gives up, on `time.monotonic`'s clock; None: never.
+
+    Raises:
+        TypeError, ValueError: As by `seconds`.
+    """
+    return None if timeout is None else time.monotonic() + seconds("timeout", timeout)
+
+
+def _check_type(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{what} is {value!r}, not a number of seconds")

@@ -1,0 +1,132 @@
+"""Arguments that make no sense are refused by name, and change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mq
+
+Pair = tuple[mq.MQ, mq.MQ]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Two members; the second is subscribed to t."""
+    with mq.connect("inproc", group="arguments", name="a") as a:
+        with mq.connect("inproc", group="arguments", name="b") as b:
+            b.subscribe("t")
+            yield a, b
+
+
+def _loan(queue: mq.MQ, timeout: Any) -> None:
+    with queue.loan("t", (2,), torch.float32, timeout=timeout):
+        raise AssertionError("it was loaned")
+
+
+CALLS: dict[str, Callable[[mq.MQ, Any], object]] = {
+    "publish": lambda queue, time: queue.publish("t", 1, retain=True, timeout=time),
+    "recv": lambda queue, time: queue.recv(timeout=time),
+    "flush": lambda queue, time: queue.flush(timeout=time),
+    "loan": _loan,
+    "subscribe": lambda queue, time: queue.subscribe("u", timeout=time),
+    "wait_for_members": lambda queue, time: queue.wait_for_members(9, timeout=time),
+    "wait_for_subscribers": (
+        lambda queue, time: queue.wait_for_subscribers("t", 9, timeout=time)
+    ),
+    "arecv": lambda queue, time: asyncio.run(queue.arecv(timeout=time)),
+    "aflush": lambda queue, time: asyncio.run(queue.aflush(timeout=time)),
+    "apublish": (lambda queue, time: asyncio.run(queue.apublish("t", 1, timeout=time))),
+}
+
+
+@pytest.mark.parametrize("time", [-1, float("nan"), "1", True, b"", [1]], ids=repr)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_time_that_is_none_is_refused(pair: Pair, call: str, time: Any) -> None:
+    """At once, by every call that waits."""
+    kind = ValueError if isinstance(time, (int, float)) else TypeError
+    kind = TypeError if time is True else kind
+    with pytest.raises(kind, match="timeout is "):
+        CALLS[call](pair[0], time)
+    with pytest.raises(kind, match="linger is "):
+        pair[0].close(linger=time)
+    pair[0].publish("t", "and goes on")
+    assert pair[1].recv(timeout=10).payload == "and goes on"
+
+
+@pytest.mark.parametrize("time", [float("inf"), 1e300, 2**70, sys.maxsize])
+def test_any_time_may_be_waited(pair: Pair, time: float) -> None:
+    """By the thread that watches the engine, and by others that wait beside it."""
+    a, b = pair
+    got: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: got.append(b.recv(timeout=time).payload))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for number in range(2):
+        a.publish("t", number, timeout=time)
+    for thread in threads:
+        thread.join(30)
+    assert sorted(got) == [0, 1]
+    a.flush(timeout=time)
+    a.wait_for_subscribers("t", timeout=time)
+    a.close(linger=time)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"depth": 0}, {"depth": 1.5}, {"window_bytes": -1}, {"window_bytes": True}],
+    ids=str,
+)
+def test_a_window_that_cannot_be_is_refused(pair: Pair, options: Any) -> None:
+    """By name, before anybody is told of the subscription."""
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} is .* 1 or more"):
+        pair[1].subscribe("u", **options)
+    assert pair[0].subscribers("u") == []
+    pair[1].subscribe("u", timeout=10)
+
+
+@pytest.mark.parametrize("count", [0, True, 1.0])
+def test_keeping_a_number_that_cannot_be_is_refused(count: Any) -> None:
+    """By name."""
+    with pytest.raises(ValueError, match="whole number"):
+        mq.keep_last(count)
+
+
+@pytest.mark.parametrize("most", [2**31, 2**62, sys.maxsize, 2**63, 2**64, 2**70])
+def test_more_than_anybody_can_hold_is_as_good_as_no_bound(
+    pair: Pair, most: int
+) -> None:
+    """What is sent of it in 31 or 63 bits is enough."""
+    a, b = pair
+    for topic, options in (
+        ("depth", {"depth": most}),
+        ("window", {"window_bytes": most}),
+        ("history", {"history": mq.keep_last(most)}),
+    ):
+        for _ in range(2):
+            b.subscribe(topic, timeout=10, **options)  # type: ignore[arg-type]
+        for number in range(3):
+            a.publish(topic, number)
+        assert [b.recv(timeout=10).payload for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2], ids=str
+)
+def test_a_dtype_that_cannot_be_sent_is_not_loaned(pair: Pair, dtype: Any) -> None:
+    """Torch itself ends the process where it makes such a tensor of given memory."""
+    with (
+        pytest.raises(ValueError, match=r"dtype torch\.qu?int"),
+        pair[0].loan("t", (2,), dtype),
+    ):
+        raise AssertionError("it was loaned")
