@@ -79,6 +79,8 @@ class Joined:
         if not meeting.renew(record):
             mesh.replace(f"another {record.name!r} took the name")
             self.driver.poller.wake()
+        if mesh.replaced:  # others may have told so, too
+            return
         while mesh.forgotten:
             peer = mesh.forgotten.pop()
             meeting.sweep(peer.name, peer.incarnation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -16,6 +17,7 @@ from tls_files import tls_options
 import mq
 from mq.errors import TransportUnavailable
 from mq.join import check_descriptors
+from mq.rendezvous.record import Entry
 
 __all__ = ["nng_runs"]
 
@@ -109,6 +111,23 @@ def test_a_name_that_is_no_host_to_listen_on_is_named(backend: str) -> None:
 
     with pytest.raises(OSError, match=f"cannot listen on {re.escape(elsewhere)}"):
         mq.connect(backend, group="g", listen=elsewhere, insecure=True, **options)
+
+
+def test_who_lost_its_name_looks_after_nothing_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It greets nobody, which it could not; its calls say who has the name."""
+    with mq.connect("tcp", group="lost", name="a") as queue:
+        joined = queue._joined
+        meeting = joined.meeting
+        assert meeting is not None
+        assert joined.record is not None
+        late = dataclasses.replace(joined.record, name="b", incarnation="e" * 16)
+        monkeypatch.setattr(meeting, "recent", lambda: [Entry(late, 0.0)])
+        monkeypatch.setattr(meeting, "renew", lambda _: False)
+        joined.upkeep()
+        with pytest.raises(mq.Closed, match="another 'a' took the name"):
+            queue.recv()
 
 
 def test_who_interrupts_close_takes_leave_all_the_same(

@@ -21,6 +21,7 @@ from meeting import (
     meet,
     names,
     no_descriptors,
+    no_space,
     process_of,
     record,
     runtime,
@@ -72,6 +73,21 @@ def test_a_process_out_of_descriptors_is_told_so(runtime: Path) -> None:
 
         assert rendezvous.description in str(caught.value)
         assert "permissions" not in str(caught.value)
+        assert names(rendezvous) == ["x"]
+
+
+def test_who_cannot_write_leaves_nothing_behind(runtime: Path) -> None:
+    """Neither where it would have been the first, nor with others there."""
+    with no_space(), pytest.raises(TransportUnavailable, match="too large"):
+        meet(None)
+    assert list(runtime.iterdir()) == []
+    with contextlib.closing(meet(None)) as rendezvous:
+        rendezvous.claim(record("x"))
+        before = sorted(runtime.rglob("*"))
+        with contextlib.closing(meet(None)) as late, no_space():
+            with pytest.raises(PeerLost, match="too large"):
+                late.claim(record("y"))
+        assert sorted(runtime.rglob("*")) == before
         assert names(rendezvous) == ["x"]
 
 

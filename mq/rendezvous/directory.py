@@ -83,7 +83,7 @@ class DirectoryStore(CellStore[_File]):
             if not shared:
                 self._sweep_groups()
         except OSError as error:
-            self.abandon()
+            self.close()
             if isinstance(error, ConnectTimeout):
                 raise
             raise TransportUnavailable(
@@ -91,7 +91,7 @@ class DirectoryStore(CellStore[_File]):
                 "or give another rendezvous"
             ) from error
         except BaseException:
-            self.abandon()
+            self.close()
             raise
 
     # Entering and leaving
@@ -338,9 +338,10 @@ class DirectoryStore(CellStore[_File]):
         """Make a complete file at once; False if there is one of that name."""
         temporary = self._file(f"t-{secrets.token_hex(8)}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with open(os.open(temporary, flags, 0o600), "wb") as file:
-            file.write(content)
+        fd = os.open(temporary, flags, 0o600)
         try:
+            with open(fd, "wb") as file:
+                file.write(content)
             os.link(temporary, self._file(name))
         except FileExistsError:
             # A repeated request on NFS says so too after a lost answer.
