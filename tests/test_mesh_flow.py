@@ -228,6 +228,104 @@ def test_a_slow_subscriber_that_unsubscribes_releases_the_publisher() -> None:
     assert world["a"].publish("t", b"2")
 
 
+def publish_all(world: World, name: str, payload: bytes = b"m") -> int:
+    """Publish while there is credit, whatever arrives meanwhile."""
+    count = 0
+    while world[name].publish("t", payload):
+        count += 1
+        assert count < 5000
+    return count
+
+
+@pytest.mark.parametrize("size", [1, 1000], ids=["messages", "bytes"])
+def test_a_later_publisher_gets_what_an_earlier_one_leaves_unused(size: int) -> None:
+    """Nobody reads meanwhile: each has a share, and all together the window."""
+    window = 400 if size == 1 else 400_000
+    world = World("a", "b")
+    b = world["b"]
+    b.subscribe("t", depth=400 if size == 1 else 4000, window_bytes=window)
+    world.settle()
+    assert world["a"].publish("t", bytes(size))
+    world.settle()
+    world.join("c")
+    world.settle()
+    assert publish_all(world, "c", bytes(size)) < 30
+    world.settle()
+    later = publish_all(world, "c", bytes(size))
+    assert later > 100
+    world.settle()
+    earlier = publish_all(world, "a", bytes(size))
+    assert earlier > 100
+    world.settle()
+    got = b.payloads()
+    assert 300 < len(got) <= 400 + 2
+    assert b.mesh.stats.malformed == 0
+    world.settle()
+    for name in "ac":
+        assert publish_all(world, name, bytes(size)) > 100
+
+
+def test_what_is_published_while_it_is_asked_back_is_kept() -> None:
+    """The question and what uses the credit cross each other on the wire."""
+    world = World("a", "b")
+    b = world["b"]
+    b.subscribe("t", depth=400)
+    world.settle()
+    publish_once(world)
+    world.join("c")
+    world.settle()
+    world.partition("a", "b")
+    assert world["c"].publish("t", b"mine")
+    world.settle()
+    (asked, _) = [s.asked for s in b.mesh.subscriber.topics["t"].sources.values()]
+    assert asked is not None
+    used = publish_all(world, "a")
+    assert used > 300
+    world.heal()
+    world.settle()
+    assert len(b.payloads()) == used + 1
+    world.settle()
+    assert b.mesh.stats.malformed == 0
+    assert publish_all(world, "c") > 100
+    world.settle()
+    assert publish_all(world, "a") > 100
+
+
+def test_an_answer_is_taken_once_and_must_fit_the_question() -> None:
+    """Told again it changes nothing; more or less than asked is against the rules."""
+    world = World("a", "b")
+    b = world["b"]
+    b.subscribe("t", depth=400)
+    world.settle()
+    publish_once(world)
+    world.join("c")
+    world.settle()
+    world.partition("a", "b")
+    assert world["c"].publish("t", b"mine")
+    world.settle()
+    session = b.session(world["a"])
+    subscriber = b.mesh.subscriber
+    source = subscriber.topics["t"].sources[session]
+    asked = source.asked
+    assert asked is not None
+    before = source.granted_messages
+    for wrong in (asked.messages - 1, before + 1):
+        answer = msgspec.structs.replace(asked, messages=wrong)
+        with pytest.raises(wire.Malformed, match="credit of"):
+            subscriber.returned(session, [answer])
+        assert source.granted_messages == before
+    stale = msgspec.structs.replace(asked, serial=asked.serial + 1)
+    subscriber.returned(session, [stale])
+    assert source.asked is asked
+    world.heal()
+    world.settle()
+    assert source.asked is None
+    now = source.granted_messages
+    assert now < before
+    subscriber.returned(session, [asked])
+    assert source.granted_messages == now
+
+
 def test_keep_last_has_the_newest_and_counts_what_it_dropped() -> None:
     """A stopped subscriber never makes a publisher wait, and finds the newest n."""
     for keep in (1, 3):

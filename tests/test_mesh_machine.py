@@ -36,6 +36,7 @@ TURN_BYTES = 700  # a few chunks: most large messages take several turns
 HISTORIES = (
     (None, 1, 1 << 20),
     (None, 3, 1 << 20),
+    (None, 40, 1 << 20),
     (None, 1000, 700),
     (1, 1, 1),
     (3, 1, 1),

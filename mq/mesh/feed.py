@@ -115,6 +115,14 @@ class Feed:
             topic.newest + 1 < self.limit_sequence and topic.total() < self.limit_total
         )
 
+    def give_back(self, messages: int, nbytes: int) -> tuple[int, int]:
+        """Go down to these totals, as far as no more was committed; those that hold."""
+        used = self.topic.newest + 1 - self.base_sequence
+        used_bytes = self.topic.total() - self.base_total
+        self.credit_messages = min(self.credit_messages, max(messages, used))
+        self.credit_bytes = min(self.credit_bytes, max(nbytes, used_bytes))
+        return self.credit_messages, self.credit_bytes
+
     # -- what is left to send ----------
 
     def position(self) -> int:

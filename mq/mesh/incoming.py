@@ -96,6 +96,8 @@ class Source:
         told: Whether the request to subscribe was queued.
         active: Whether it has published anything on it yet.
         granted_messages, granted_bytes: Credit given since the subscription began.
+        used_messages, used_bytes: At least so much of it has been used.
+        asked: What the publisher was asked to give back, until it has answered.
         consumed_messages, consumed_bytes: What `recv` has taken since then.
         at_once: How many messages `recv` may decode ahead, of those it has not counted.
         taken: Sequence of the last message that `recv` took.
@@ -110,6 +112,7 @@ class Source:
         "_stream",
         "active",
         "arrivals",
+        "asked",
         "at_once",
         "consumed_bytes",
         "consumed_messages",
@@ -125,6 +128,8 @@ class Source:
         "subscription",
         "taken",
         "told",
+        "used_bytes",
+        "used_messages",
     )
 
     def __init__(self, subscription: Subscription, session: Session) -> None:
@@ -134,6 +139,8 @@ class Source:
         self.active = False
         self.granted_messages = self.granted_bytes = 0
         self.consumed_messages = self.consumed_bytes = 0
+        self.used_messages = self.used_bytes = 0
+        self.asked: wire.Reclaim | None = None
         self.grant_at_messages = self.grant_at_bytes = 0
         self.at_once = 1
         self.taken = -1

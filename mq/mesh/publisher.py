@@ -253,6 +253,21 @@ class Publisher:
                 feed.topic.refresh()
 
     @staticmethod
+    def reclaim(session: Session, requests: Sequence[wire.Reclaim]) -> None:
+        """A peer asks for credit back that others need; it gets what is not used."""
+        answers = []
+        for request in requests:
+            feed = session.feeds.get(request.subscription)
+            if feed is not None:
+                totals = feed.give_back(request.messages, request.nbytes)
+                feed.topic.refresh()
+                answers.append(
+                    wire.Reclaim(request.subscription, request.serial, *totals)
+                )
+        if answers:
+            session.control(wire.RETURNED, answers)
+
+    @staticmethod
     def is_read_in_place(topic: Topic) -> bool:
         """Whether some subscriber reads large messages in this process's memory."""
         return any(feed.session.lends for feed in topic.feeds)

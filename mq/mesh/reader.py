@@ -36,6 +36,8 @@ _CONTROL_KINDS: Final = frozenset(
         wire.SUBSCRIBED,
         wire.UNSUBSCRIBE,
         wire.CREDIT,
+        wire.RECLAIM,
+        wire.RETURNED,
         wire.BYE,
         wire.ACCEPTS,
         wire.WAITING,
@@ -283,6 +285,10 @@ class Reader:
             self._publisher.unsubscribe(session, value)
         elif kind == wire.CREDIT:
             self._publisher.credit(session, value)
+        elif kind == wire.RECLAIM:
+            self._publisher.reclaim(session, value)
+        elif kind == wire.RETURNED:
+            self._subscriber.returned(session, value)
         elif kind == wire.RELEASE:
             self._publisher.release(session, value)
         elif kind == wire.ACCEPTS:

@@ -177,7 +177,10 @@ class Subscriber:
                 elif subscription.keep is None:
                     source.count_again(self.inbox.fifo)
                     subscription.grant(source)
-                    session.control(wire.CREDIT, [source.credit()])
+                    if source.asked is None:
+                        session.control(wire.CREDIT, [source.credit()])
+                    else:  # it may not have been sent; the answer comes once
+                        session.control(wire.RECLAIM, [source.asked])
 
     def unconfirmed(self, subscription: Subscription) -> list[Session]:
         """Peers that have not acknowledged a subscription."""
@@ -215,6 +218,14 @@ class Subscriber:
             topic = source.subscription.topic
             remembered.pop(topic, None)
             source.subscription.stats.lost += lost.get(topic, 0)
+
+    def returned(self, session: Session, answers: Sequence[wire.Reclaim]) -> None:
+        """A publisher gave credit back; others get it."""
+        for answer in answers:
+            subscription = self._by_id.get(answer.subscription)
+            source = subscription and subscription.sources.get(session)
+            if source and subscription and subscription.returned(source, answer):
+                self.grant(source)
 
     def _unconfirmed_source(self, session: Session, subscription: int) -> Source | None:
         known = self._by_id.get(subscription)
@@ -364,8 +375,17 @@ class Subscriber:
             raise
 
     def grant(self, source: Source) -> None:
-        """Tell the publisher of more credit, if it is still there and gets more."""
+        """Tell the publisher of more credit, if it is still there and gets more.
+
+        And those that have too little, as this may have changed what is free.
+        """
         subscription = source.subscription
-        if source.session in subscription.sources and subscription.grant(source):
-            source.session.control(wire.CREDIT, [source.credit()])
-            self.owed.append(source.session)
+        if source.session not in subscription.sources:
+            return
+        for due in subscription.due(source):
+            if subscription.grant(due):
+                due.session.control(wire.CREDIT, [due.credit()])
+                self.owed.append(due.session)
+            for other in subscription.reclaim(due):
+                other.session.control(wire.RECLAIM, [other.asked])
+                self.owed.append(other.session)

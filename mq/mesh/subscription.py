@@ -28,6 +28,8 @@ class Subscription:
     """
 
     __slots__ = (
+        "_asked",
+        "_short",
         "depth",
         "device",
         "id",
@@ -62,6 +64,8 @@ class Subscription:
         self.stats = stats
         self.sources: dict[Session, Source] = {}
         self.orphans: list[Source] = []
+        self._asked = 0
+        self._short: dict[Source, None] = {}  # in the order in which they became so
         self.options = (keep, depth, window_bytes, zero_copy, device)
 
     def add_source(self, session: Session, seen: int = -1) -> wire.Subscribe:
@@ -103,21 +107,21 @@ class Subscription:
     def grant(self, source: Source) -> bool:
         """Give a publisher what it may have now; whether that is more than before.
 
-        Grants are never revoked. While others hold too much of the window, a publisher
-        gets what is left, and always at least one message.
+        While others hold too much of the window, a publisher gets what is left, and
+        always at least one message; see `reclaim`.
         """
-        sources = self.sources.values()
-        active = sum(other.active for other in sources)
+        if source.asked is not None:
+            return False  # its totals may be going down
         before = (source.granted_messages, source.granted_bytes)
         held_messages, held_bytes = self.held()
-        target = _share(self.depth, len(sources), active, source.active)
+        target, target_bytes = self._share(source)
         theirs = source.granted_messages - source.consumed_messages
         source.granted_messages += max(
             min(target - theirs, self.depth - held_messages), 1 - theirs, 0
         )
         source.grant_at_messages = source.granted_messages - target // 2
         source.at_once = max(1, min(MOST_AT_ONCE, target // 8))
-        target = _share(self.window_bytes, len(sources), active, source.active)
+        target = target_bytes
         theirs = source.granted_bytes - source.consumed_bytes
         # Below zero after a message that was larger than what was left of the grant.
         free = self.window_bytes - held_bytes - min(0, theirs)
@@ -125,12 +129,87 @@ class Subscription:
         source.grant_at_bytes = source.granted_bytes - target // 2
         return before != (source.granted_messages, source.granted_bytes)
 
+    def due(self, source: Source) -> list[Source]:
+        """Whose credit to look at: a publisher's, and then who has too little."""
+        for short in list(self._short):
+            if self.sources.get(short.session) is not short:
+                del self._short[short]
+        return [source, *(short for short in self._short if short is not source)]
+
+    def reclaim(self, source: Source) -> list[Source]:
+        """Whom to ask for credit back, where a publisher has too little of the window.
+
+        Those are asked that have more than their share and leave it unused: they had
+        it before there were so many, and may not publish again for long.
+        """
+        target, target_bytes = self._share(source)
+        if not source.active or (
+            source.granted_messages - source.consumed_messages >= target // 2
+            and source.granted_bytes - source.consumed_bytes >= target_bytes // 2
+        ):
+            self._short.pop(source, None)
+            return []
+        self._short[source] = None
+        asked = []
+        for other in self.sources.values():
+            if other is source or other.asked is not None or not other.confirmed:
+                continue
+            target, target_bytes = self._share(other)
+            messages = other.consumed_messages + target
+            nbytes = other.consumed_bytes + target_bytes
+            _, arrived, arrived_bytes = other.arrivals[0]
+            used = max(messages, arrived, other.used_messages)
+            used_bytes = max(nbytes, arrived_bytes, other.used_bytes)
+            if (
+                other.granted_messages - used > target // 4
+                or other.granted_bytes - used_bytes > target_bytes // 4
+            ):
+                self._asked += 1
+                other.asked = wire.Reclaim(self.id, self._asked, messages, nbytes)
+                asked.append(other)
+        return asked
+
+    def returned(self, source: Source, answer: wire.Reclaim) -> bool:
+        """A publisher says what it has now; False if that is said again.
+
+        Raises:
+            Malformed: It cannot be an answer to what was asked.
+        """
+        asked = source.asked
+        if asked is None or answer.serial != asked.serial:
+            return False
+        for wanted, now, before in (
+            (asked.messages, answer.messages, source.granted_messages),
+            (asked.nbytes, answer.nbytes, source.granted_bytes),
+        ):
+            if not min(wanted, before) <= now <= before:
+                raise wire.Malformed(
+                    f"credit of {now} returned, not {wanted}..{before}"
+                )
+        if answer.messages > asked.messages:
+            source.used_messages = answer.messages
+        if answer.nbytes > asked.nbytes:
+            source.used_bytes = answer.nbytes
+        source.granted_messages = answer.messages
+        source.granted_bytes = answer.nbytes
+        source.asked = None
+        return True
+
+    def _share(self, source: Source) -> tuple[int, int]:
+        """A publisher's part of the window, in messages and in bytes."""
+        sources = len(self.sources)
+        active = sum(other.active for other in self.sources.values())
+        return (
+            _share(self.depth, sources, active, source.active),
+            _share(self.window_bytes, sources, active, source.active),
+        )
+
 
 def _share(window: int, sources: int, active: int, is_active: bool) -> int:
     """One publisher's part of a window.
 
-    Those that have published nothing yet get little, for a grant is never revoked;
-    those that publish divide the rest.
+    Those that have published nothing yet get little; those that publish divide the
+    rest.
     """
     idle = max(1, min(window // (2 * sources), max(64, window // 16)))
     if not is_active:

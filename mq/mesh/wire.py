@@ -39,6 +39,8 @@ ACCEPTS: Final = 18
 WAITING: Final = 19
 LENT: Final = 20
 PIECE: Final = 21
+RECLAIM: Final = 22
+RETURNED: Final = 23
 # In a session, not numbered.
 RECEIVED: Final = 30
 FENCED: Final = 31
@@ -128,6 +130,18 @@ class Credit(msgspec.Struct, array_like=True, frozen=True):
     nbytes: Number
 
 
+class Reclaim(msgspec.Struct, array_like=True, frozen=True):
+    """Totals as in `Credit` to go down to, as far as no more is used.
+
+    In the answer those that hold from now on. `serial` tells answers apart.
+    """
+
+    subscription: SubscriptionId
+    serial: Number
+    messages: Number
+    nbytes: Number
+
+
 class Release(msgspec.Struct, array_like=True, frozen=True):
     """The subscriber has no view of this message's memory any more."""
 
@@ -139,6 +153,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _subscribe = msgspec.msgpack.Decoder(list[Subscribe])
 _subscribed = msgspec.msgpack.Decoder(list[Subscribed])
 _credit = msgspec.msgpack.Decoder(list[Credit])
+_reclaim = msgspec.msgpack.Decoder(list[Reclaim])
 _release = msgspec.msgpack.Decoder(list[Release])
 _number: msgspec.msgpack.Decoder[int] = msgspec.msgpack.Decoder(SubscriptionId)
 _names = msgspec.msgpack.Decoder(list[str])
@@ -150,6 +165,8 @@ _DECODERS: Final[dict[int, msgspec.msgpack.Decoder[Any]]] = {
     SUBSCRIBED: _subscribed,
     UNSUBSCRIBE: _number,
     CREDIT: _credit,
+    RECLAIM: _reclaim,
+    RETURNED: _reclaim,
     RELEASE: _release,
     BYE: _text,
     ACCEPTS: _names,

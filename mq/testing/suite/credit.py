@@ -146,6 +146,21 @@ def depth_and_window_bytes_bound_what_waits_at_a_subscriber(group: Group) -> Non
     reader.run(programs.receive, counted + sized)
 
 
+@case("edge: Windows")
+def idle_publisher_leaves_its_part_of_the_window_to_others(group: Group) -> None:
+    """Who comes later has its share of it too, though nobody receives meanwhile."""
+    reader, early = group.members("reader", "early")
+    reader.subscribe("t", depth=100)
+    early.run(programs.publish_range, "t", 0, 1)
+    early.call("flush", timeout=STEP)
+    late = group.member("late")
+    for writer, count in ((late, 40), (early, 20)):
+        writer.run(programs.publish_range, "t", 0, count)
+    got = reader.run(programs.receive, 61)
+    mine = [m.digest for m in got if m.sender == "late"]
+    assert mine == list(range(40))
+
+
 def _exchange(queue: mq.MQ, send: str, count: int) -> list[int]:
     """Publish in one thread while receiving in another."""
     numbers: list[int] = []
