@@ -291,6 +291,32 @@ def test_what_is_published_while_it_is_asked_back_is_kept() -> None:
     assert publish_all(world, "a") > 100
 
 
+def test_nothing_is_granted_while_it_is_asked_back() -> None:
+    """The publisher's totals may be going down: what it is told would be too much."""
+    world = World("a", "b")
+    b = world["b"]
+    b.subscribe("t", depth=400)
+    world.settle()
+    publish_once(world)
+    for _ in range(300):
+        assert world["a"].publish("t", b"unread")
+    world.join("c")
+    world.settle()
+    world.partition("a", "b")
+    assert world["c"].publish("t", b"mine")
+    world.settle()
+    source = b.mesh.subscriber.topics["t"].sources[b.session(world["a"])]
+    before = source.granted_messages
+    assert source.asked is not None
+    assert len(b.payloads()) == 301
+    assert source.granted_messages == before
+    world.heal()
+    world.settle()
+    assert source.asked is None
+    assert before < source.granted_messages <= source.consumed_messages + 200
+    assert publish_all(world, "a") > 100
+
+
 def test_an_answer_is_taken_once_and_must_fit_the_question() -> None:
     """Told again it changes nothing; more or less than asked is against the rules."""
     world = World("a", "b")
