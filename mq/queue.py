@@ -12,6 +12,7 @@ from mq import settings
 from mq.blocking import BlockingQueue
 from mq.errors import Closed, RecvTimeout, TransportUnavailable
 from mq.message import CLEAR, Message
+from mq.options import switch
 from mq.process import out_of_descriptors
 from mq.seconds import deadline_after
 from mq.undisturbed import Stopper, undisturbed
@@ -89,7 +90,7 @@ def connect(
         from mq.codec import Codec
         from mq.join import join
 
-        codec = Codec(allow_pickle)
+        codec = Codec(switch("allow_pickle", allow_pickle))
         pool = Pool(settings.memory_bytes() // 8)
         stopper = Stopper()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from mq import registry
+from mq.options import switch
 from mq.seconds import positive_seconds
 
 FOUR_GIB: Final = 4 << 30
@@ -115,6 +116,7 @@ def resolve(
         sources["max_message_bytes"] = "smaller of 4 GiB and half of the memory"
     elif type(max_message_bytes) is not int or max_message_bytes < 1:
         raise ValueError(f"max_message_bytes is {max_message_bytes!r}, need 1 or more")
+    found_secret, sources["secret"] = secret_from(secret, env)
     return Settings(
         backend=registry.canonical(chosen_backend),
         group=chosen_group,
@@ -123,11 +125,11 @@ def resolve(
         listen=listen_list,
         attach_to=attach_list,
         labels=label_list,
-        secret=_secret(secret, env, sources),
+        secret=found_secret,
         connect_timeout=connect_timeout,
         peer_timeout=peer_timeout,
         max_message_bytes=max_message_bytes,
-        insecure=insecure,
+        insecure=switch("insecure", insecure),
         sources=sources,
     )
 
@@ -159,16 +161,23 @@ def _strings(what: str, value: str | Sequence[str]) -> tuple[str, ...]:
     return values
 
 
-def _secret(
-    secret: str | bytes | None, env: Mapping[str, str], sources: dict[str, str]
-) -> bytes | None:
-    sources["secret"] = "argument"
+def secret_from(
+    given: str | bytes | None, env: Mapping[str, str] = os.environ
+) -> tuple[bytes | None, str]:
+    """The secret of a group, and where it comes from.
+
+    Args:
+        given: By an argument; goes before what the environment says.
+
+    Raises:
+        TypeError, ValueError: It is malformed, too short to be one, or cannot be read.
+    """
+    secret, source = given, "argument"
     if secret is None and env.get("MQ_SECRET"):
-        secret = env["MQ_SECRET"]
-        sources["secret"] = "environment MQ_SECRET"
+        secret, source = env["MQ_SECRET"], "environment MQ_SECRET"
     elif secret is None and env.get("MQ_SECRET_FILE"):
         path = env["MQ_SECRET_FILE"]
-        sources["secret"] = f"file {path} of MQ_SECRET_FILE"
+        source = f"file {path} of MQ_SECRET_FILE"
         try:
             secret = Path(path).read_bytes().strip()
         except OSError as error:
@@ -176,12 +185,13 @@ def _secret(
                 f"MQ_SECRET_FILE {path!r} cannot be read: {error}"
             ) from error
     if secret is None:
-        sources["secret"] = "the rendezvous"
-        return None
-    raw = secret.encode() if isinstance(secret, str) else bytes(secret)
+        return None, "the rendezvous"
+    if not isinstance(secret, (str, bytes)):  # bytes(8) would be a secret of zeros
+        raise TypeError(f"secret is a str or bytes, not {type(secret).__name__}")
+    raw = secret.encode() if isinstance(secret, str) else secret
     if len(raw) < 8:
         raise ValueError("the secret is shorter than 8 bytes; use a random one")
-    return raw
+    return raw, source
 
 
 def memory_bytes() -> int:

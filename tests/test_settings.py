@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import mq
 from mq import settings
 
 
@@ -75,6 +76,23 @@ def test_bad_values_are_named(given: dict[str, Any], message: str) -> None:
     """Bad input gets an error that names the thing."""
     with pytest.raises(ValueError, match=message):
         resolve(None, **given)
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("secret", 12345678),
+        ("secret", ["long enough"]),
+        ("insecure", "no"),
+        ("insecure", 1),
+        ("allow_pickle", "no"),
+        ("allow_pickle", None),
+    ],
+)
+def test_what_keeps_others_out_is_not_guessed_at(option: str, given: Any) -> None:
+    """A number is no secret of so many zeros, and "no" does not switch on."""
+    with pytest.raises(TypeError, match=f"^{option} is "):
+        mq.connect("inproc", group="g", **{option: given})
 
 
 def test_torchrun_is_recognised_and_explicit_addresses_go_before_it() -> None:
