@@ -141,23 +141,16 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _secret(path: Path | None) -> bytes | None:
-    named = path or os.environ.get("MQ_SECRET_FILE")
-    if named:
-        secret = Path(named).read_bytes().strip()
-        if not secret:
-            raise ValueError(f"the secret file {named} is empty")
-        return secret
-    return os.environ.get("MQ_SECRET", "").encode() or None
-
-
 def _rendezvous(options: argparse.Namespace) -> int:
     from mq.rendezvous.tcp import serve
+    from mq.settings import secret_from
 
     host, port = options.address
+    file = options.secret_file
+    secret, _ = secret_from(None if file is None else file.read_bytes().strip())
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    service = serve(host, port, _secret(options.secret_file))
+    service = serve(host, port, secret)
     try:
         print(f"mq rendezvous: serving on {service.address}", flush=True)
         while not ended.wait(0.5):  # a bounded wait, so that signals are seen at once

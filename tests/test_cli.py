@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -9,12 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mq import registry
+from mq import registry, settings
 from mq.cli import main
+from mq.rendezvous import open_rendezvous
 
 HEAVY = ["torch", "numpy", "zmq", "pynng", "bench"]
 
@@ -27,6 +30,30 @@ def mq(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         env={**os.environ, **environment},
     )
+
+
+@contextlib.contextmanager
+def serving(
+    ending: signal.Signals = signal.SIGTERM, **environment: str
+) -> Iterator[str]:
+    """The address of a service that is then told to stop, and must do so."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "mq", "rendezvous", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert select.select([process.stdout], [], [], 30)[0]
+            yield process.stdout.readline().split()[-1]
+            start = time.monotonic()
+            process.send_signal(ending)
+            assert process.wait(timeout=20) == 0
+            assert time.monotonic() - start < 10
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])
@@ -101,6 +128,29 @@ def test_a_missing_secret_file_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in shown.stderr
 
 
+def test_a_secret_that_no_member_could_have_is_not_served(tmp_path: Path) -> None:
+    """What is too short for `connect` is so for the service."""
+    file = tmp_path / "secret"
+    file.write_text("short\n")
+    for shown in (
+        mq("rendezvous", "127.0.0.1:0", "--secret-file", str(file)),
+        mq("rendezvous", "127.0.0.1:0", MQ_SECRET="short"),
+    ):
+        assert shown.returncode == 1
+        assert "shorter than 8 bytes" in shown.stderr
+
+
+def test_the_service_has_the_secret_that_members_have(tmp_path: Path) -> None:
+    """From the same variables, of which one goes before the other."""
+    file = tmp_path / "secret"
+    file.write_text("the secret of a file")
+    variables = {"MQ_SECRET": "that of the variable", "MQ_SECRET_FILE": str(file)}
+    with serving(**variables) as address:
+        secret, _ = settings.secret_from(None, variables)
+        found = open_rendezvous(address, group="g", secret=secret, timeout=10)
+        found.close()
+
+
 def test_a_taken_address_is_named() -> None:
     """Where another program listens, the service says so and ends."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -114,21 +164,6 @@ def test_a_taken_address_is_named() -> None:
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_rendezvous_serves_until_it_is_told_to_stop(ending: signal.Signals) -> None:
     """It says where it serves, accepts connections, and ends cleanly on a signal."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "mq", "rendezvous", "127.0.0.1:0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert select.select([process.stdout], [], [], 30)[0]
-            line = process.stdout.readline()
-            host, _, port = line.split()[-1].removeprefix("tcp://").rpartition(":")
-            socket.create_connection((host, int(port)), timeout=10).close()
-            start = time.monotonic()
-            process.send_signal(ending)
-            assert process.wait(timeout=20) == 0
-            assert time.monotonic() - start < 10
-        finally:
-            process.kill()
+    with serving(ending) as address:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        socket.create_connection((host, int(port)), timeout=10).close()
