@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from mq import process, rendezvous
-from mq.errors import AuthenticationFailed, ConnectRefused, ConnectTimeout
+from mq.errors import (
+    AuthenticationFailed,
+    ConnectRefused,
+    ConnectTimeout,
+    TransportUnavailable,
+)
 from mq.mesh import handshake as hs
 from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
@@ -16,6 +21,7 @@ from mq.mesh.driver import Driver
 if TYPE_CHECKING:
     from mq.rendezvous import Entry, Rendezvous
     from mq.settings import Settings
+    from mq.transport import Link
 
 PROBE_SECONDS: Final = 2.0
 """How long the holder of a name has to answer before the name is given away."""
@@ -31,6 +37,11 @@ def lease_seconds(settings: Settings) -> float:
     return DEFAULT_LEASE if timeout is None else 2 * timeout
 
 
+def within_reach(link: Link, other: process.ProcessId) -> bool:
+    """Whether what a link carries gets to another member's process at all."""
+    return link.capabilities.reach != "process" or process.here().is_same(other)
+
+
 class Arrival:
     """Claims a name at the rendezvous, then greets everyone recorded there."""
 
@@ -38,10 +49,12 @@ class Arrival:
         self,
         settings: Settings,
         driver: Driver,
+        link: Link,
         meeting: Rendezvous,
         deadline: float,
     ) -> None:
         self._settings = settings
+        self._link = link
         self._driver = driver
         self._mesh = driver.mesh
         self._meeting = meeting
@@ -55,6 +68,7 @@ class Arrival:
 
         Raises:
             ConnectRefused: Somebody else has it, or the group another backend.
+            TransportUnavailable: Somebody has it whom the backend does not reach.
             ConnectTimeout: Others took it again and again.
         """
         config = self._mesh.config
@@ -76,7 +90,7 @@ class Arrival:
                 config.generation = claim.record.generation
                 return claim.record
             holder = claim.holder.record
-            self._check_backend(holder)
+            self._check_fits(claim.holder)
             if self._is_alive(holder):
                 raise ConnectRefused(
                     f"name {config.name!r} in group {config.group!r} is held by pid "
@@ -91,14 +105,26 @@ class Arrival:
                 )
             replaces = holder.incarnation
 
-    def _check_backend(self, record: rendezvous.Record) -> None:
-        mine = self._mesh.config.backend
-        if record.backend != mine and not self._has_ended(record):
+    def _check_fits(self, entry: Entry) -> None:
+        """Raises: ConnectRefused, TransportUnavailable, if members cannot meet."""
+        record, mine = entry.record, self._mesh.config.backend
+        reached = entry.expired or within_reach(self._link, record.process)
+        if (record.backend == mine and reached) or self._has_ended(record):
+            return
+        group = f"group {self._settings.group!r}"
+        member = (
+            f"member {record.name!r}, pid {record.process.pid} on {record.process.host}"
+        )
+        if record.backend != mine:
             raise ConnectRefused(
-                f"group {self._settings.group!r} uses backend {record.backend!r}, not "
-                f"{mine!r} (member {record.name!r}, pid {record.process.pid} on "
-                f"{record.process.host}); use the same backend or another group"
+                f"{group} uses backend {record.backend!r}, not {mine!r} ({member}); "
+                "use the same backend or another group"
             )
+        raise TransportUnavailable(
+            f"{mine} reaches only threads of one process, and {group} has a member in "
+            f"another ({member}); give this process a group of its own, or let all use "
+            "a backend between processes, such as shm"
+        )
 
     def _has_ended(self, record: rendezvous.Record) -> bool:
         if not self._mesh.config.process.same_kernel(record.process):
@@ -126,7 +152,8 @@ class Arrival:
         """Have a session with everyone who is recorded.
 
         Raises:
-            ConnectTimeout, ConnectRefused, AuthenticationFailed: Not with all of them.
+            ConnectTimeout, ConnectRefused, AuthenticationFailed, TransportUnavailable:
+                Not with all of them.
         """
         while True:
             waiting = self._greet_recorded()
@@ -165,7 +192,7 @@ class Arrival:
                 continue
             if entry.expired:
                 continue
-            self._check_backend(record)
+            self._check_fits(entry)
             waiting.append(entry)
             dial = self._dials.get(record.incarnation)
             if dial is None or (dial.done and not dial.refusal):

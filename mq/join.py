@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mq import process, registry, rendezvous
-from mq.arrival import Arrival, dial_explicit, lease_seconds
+from mq.arrival import Arrival, dial_explicit, lease_seconds, within_reach
 from mq.errors import TransportUnavailable
 from mq.mesh.config import Config
 from mq.mesh.dial import Dial
@@ -94,6 +94,8 @@ class Joined:
         known.update(dial.incarnation for dial in mesh.greetings.dials)
         if other.incarnation in known or entry.expired or self.driver.closing:
             return
+        if not within_reach(self.link, other.process):
+            return  # it will be told so itself
         same_host = other.process.boot_id == mesh.config.process.boot_id
         routes = mesh.greetings.routes(other.addresses, same_host)
         until = time.monotonic() + other.lease
@@ -156,7 +158,7 @@ def join(
         driver.upkeep_seconds = lease_seconds(settings) / 4
         driver.start()
         if meeting is not None:
-            arrival = Arrival(settings, driver, meeting, deadline)
+            arrival = Arrival(settings, driver, link, meeting, deadline)
             joined.record = arrival.claim()
             arrival.greet_all()
         dial_explicit(settings, driver, deadline)

@@ -12,7 +12,7 @@ import os
 import select
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 _DEAD_STATES: Final = ("Z", "X", "x")
@@ -45,6 +45,10 @@ class ProcessId:
             and self.boot_id == other.boot_id
             and self.pid_namespace == other.pid_namespace
         )
+
+    def is_same(self, other: ProcessId) -> bool:
+        """Whether it is the very same process, whatever its host is called by now."""
+        return replace(other, host=self.host) == self
 
 
 def here() -> ProcessId:

@@ -65,7 +65,8 @@ def connect(
 
     Raises:
         ValueError, TypeError: An argument is missing, malformed or unknown.
-        UnknownTransport, TransportUnavailable: See `mq transports`.
+        UnknownTransport, TransportUnavailable: See `mq transports`; `inproc` is not
+            available to a group with members in several processes.
         ConnectTimeout: Not every member could be greeted in time.
         ConnectRefused: A member refused this one, for example because of its name.
         AuthenticationFailed: A member knows another secret.

@@ -10,6 +10,7 @@ import socket
 from typing import Any
 
 import pytest
+from fresh_python import output_of
 from meeting import no_descriptors
 from nng_links import nng_runs
 from tls_files import tls_options
@@ -128,6 +129,57 @@ def test_who_lost_its_name_looks_after_nothing_any_more(
         joined.upkeep()
         with pytest.raises(mq.Closed, match="another 'a' took the name"):
             queue.recv()
+
+
+ELSEWHERE = """
+import os, mq
+for name in "ab":
+    try:
+        mq.connect("inproc", group={group!r}, name=name, connect_timeout=2)
+    except mq.TransportUnavailable as error:
+        print(error)
+    else:
+        os._exit(0)  # which leaves its record
+"""
+
+
+def test_inproc_is_not_available_between_processes() -> None:
+    """Who comes second is told at once, whatever it is called, and of whom."""
+    group = f"elsewhere-{os.getpid()}"
+    with mq.connect("inproc", group=group, name="a") as queue:
+        told = output_of(ELSEWHERE.format(group=group)).splitlines()
+        assert len(told) == 2
+        for line in told:
+            assert f"'a', pid {os.getpid()} on " in line
+            assert "group of its own" in line
+            assert "such as shm" in line
+        with mq.connect("inproc", group=group, name="b", connect_timeout=2):
+            assert len(queue.members()) == 2
+
+
+def test_inproc_does_not_mind_what_an_ended_process_left() -> None:
+    """Its record means nobody, and goes."""
+    group = f"ended-{os.getpid()}"
+    assert output_of(ELSEWHERE.format(group=group)) == ""
+    for name in "ab":
+        with mq.connect("inproc", group=group, name=name, connect_timeout=2) as queue:
+            assert len(queue.members()) == 1
+
+
+def test_who_is_out_of_reach_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member of inproc that is there already leaves the telling to the other."""
+    with mq.connect("inproc", group=f"reach-{os.getpid()}", name="a") as queue:
+        joined = queue._joined
+        meeting, record = joined.meeting, joined.record
+        assert meeting is not None
+        assert record is not None
+        late = dataclasses.replace(record, name="b", incarnation="e" * 16)
+        other = dataclasses.replace(record.process, pid=record.process.pid + 1)
+        for process, dials in ((other, 0), (record.process, 1)):
+            entry = Entry(dataclasses.replace(late, process=process), 0.0)
+            monkeypatch.setattr(meeting, "recent", lambda entry=entry: [entry])
+            joined.upkeep()
+            assert len(queue._mesh.greetings.dials) == dials
 
 
 def test_who_interrupts_close_takes_leave_all_the_same(
