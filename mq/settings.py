@@ -17,6 +17,8 @@ from mq.options import switch
 from mq.seconds import positive_seconds
 
 FOUR_GIB: Final = 4 << 30
+MOST_BYTES: Final = 2**62
+"""What more stands for, as members are told of the limit in 64 bits."""
 _counter = count(1)
 
 
@@ -128,7 +130,7 @@ def resolve(
         secret=found_secret,
         connect_timeout=connect_timeout,
         peer_timeout=peer_timeout,
-        max_message_bytes=max_message_bytes,
+        max_message_bytes=min(max_message_bytes, MOST_BYTES),
         insecure=switch("insecure", insecure),
         sources=sources,
     )

@@ -120,6 +120,18 @@ def test_more_than_anybody_can_hold_is_as_good_as_no_bound(
         assert [b.recv(timeout=10).payload for _ in range(3)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("option", ["max_message_bytes", "shm_bytes"])
+@pytest.mark.parametrize("most", [2**62, 2**63, 2**64, 2**70])
+def test_a_limit_beyond_anything_is_as_good_as_none(option: str, most: int) -> None:
+    """Others join, and what they publish arrives."""
+    options = {"group": "limits", "connect_timeout": 5, option: most}
+    with mq.connect("shm", name="a", **options) as a:
+        with mq.connect("shm", name="b", **options) as b:
+            b.subscribe("t", timeout=10)
+            a.publish("t", torch.ones(1 << 20))
+            assert b.recv(timeout=10).payload.sum() == 1 << 20
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2], ids=str
 )
