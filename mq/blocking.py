@@ -241,6 +241,7 @@ class BlockingQueue(Membership):
 
     def unsubscribe(self, topic: str) -> None:
         """End a subscription; when it returns, `recv` returns no more of this topic."""
+        check_topic(topic)
 
         def end() -> None:
             sessions = list(self._mesh.sessions.values())

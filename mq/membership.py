@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mq import exits, settings, stats
 from mq.errors import Closed, MembersTimeout
@@ -37,9 +37,6 @@ class Membership:
     def __init__(
         self, resolved: settings.Settings, joined: Joined, codec: Codec, pool: Pool
     ) -> None:
-        self.name = resolved.name
-        self.backend = resolved.backend
-        self.capabilities: Capabilities = joined.link.capabilities
         self._settings = resolved
         self._joined = joined
         self._driver = joined.driver
@@ -52,6 +49,27 @@ class Membership:
 
     def __repr__(self) -> str:
         return f"<MQ {self.backend} {self.name!r} in group {self._settings.group!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be copied or sent to another process: call mq.connect "
+            "there, with the same group and another name"
+        )
+
+    @property
+    def name(self) -> str:
+        """This member's name."""
+        return self._settings.name
+
+    @property
+    def backend(self) -> str:
+        """The backend string."""
+        return self._settings.backend
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the transport can do."""
+        return self._joined.link.capabilities
 
     # -- members ----------
 

@@ -108,13 +108,7 @@ def connect(
 
 
 class MQ(BlockingQueue):
-    """A member of a group; made by `connect`. Any thread may call any method.
-
-    Attributes:
-        name: This member's name.
-        backend: The backend string.
-        capabilities: What the transport can do.
-    """
+    """A member of a group; made by `connect`. Any thread may call any method."""
 
     async def arecv(self, timeout: float | None = None) -> Message:
         """`recv` for asyncio; cancelled, it has taken nothing."""

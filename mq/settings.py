@@ -6,11 +6,11 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from mq import registry
 from mq.options import switch
@@ -71,6 +71,8 @@ def resolve(
 
     def pick(key: str, given: str | None, variable: str) -> str | None:
         if given is not None:
+            if not isinstance(given, str):
+                raise TypeError(f"{key} is a string, not {given!r}")
             sources[key] = "argument"
             return given
         value = env.get(variable)
@@ -146,17 +148,17 @@ def _under_torchrun(env: Mapping[str, str]) -> bool:
     )
 
 
-def _check_text(what: str, value: object, limit: int) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{what} is a str, not {type(value).__name__}")
+def _check_text(what: str, value: str, limit: int) -> None:
     if not 1 <= len(value) <= limit or not value.isprintable():
         raise ValueError(
             f"{what} {value[:50]!r} is not 1 to {limit} printable characters"
         )
 
 
-def _strings(what: str, value: str | Sequence[str]) -> tuple[str, ...]:
-    values = (value,) if isinstance(value, str) else tuple(value)
+def _strings(what: str, value: object) -> tuple[str, ...]:
+    values: tuple[Any, ...] = (value,)
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        values = tuple(value)
     for item in values:
         if not isinstance(item, str) or not item:
             raise TypeError(f"{what} is a string or several, got {item!r}")

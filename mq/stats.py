@@ -101,7 +101,8 @@ def of_mesh(mesh: Mesh) -> dict[str, Any]:
     for name, topic in mesh.publisher.topics.items():
         topic.stats.published = topic.newest + 1
         topic.stats.published_bytes = topic.total()
-        if topic.stats != TopicStats() or topic.feeds:
+        used = topic.feeds or name in mesh.subscriber.topics
+        if used or topic.stats != TopicStats():
             queued = {feed.session.name: feed.queued() for feed in topic.feeds}
             topics[name] = {**asdict(topic.stats), "queued": queued}
     whole = asdict(mesh.stats)

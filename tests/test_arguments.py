@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -142,3 +144,36 @@ def test_a_dtype_that_cannot_be_sent_is_not_loaned(pair: Pair, dtype: Any) -> No
         pair[0].loan("t", (2,), dtype),
     ):
         raise AssertionError("it was loaned")
+
+
+@pytest.mark.parametrize(
+    ("topic", "kind"), [(5, TypeError), ("", ValueError), ("a\n", ValueError)], ids=repr
+)
+def test_a_topic_that_cannot_be_is_not_unsubscribed(
+    pair: Pair, topic: Any, kind: type[Exception]
+) -> None:
+    """Nothing was subscribed to by that name, so it is a mistake."""
+    with pytest.raises(kind, match="topic"):
+        pair[1].unsubscribe(topic)
+
+
+@pytest.mark.parametrize("attribute", ["name", "backend", "capabilities"])
+def test_what_a_queue_is_cannot_be_changed(pair: Pair, attribute: str) -> None:
+    """It would not be told to anybody."""
+    with pytest.raises(AttributeError, match=attribute):
+        setattr(pair[0], attribute, "other")
+    assert (pair[0].name, pair[0].backend) == ("a", "inproc")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_queue_cannot_be_copied(pair: Pair, copied: Callable[[Any], object]) -> None:
+    """As by a process that is started with one; the error says what to do there."""
+    with pytest.raises(TypeError, match=r"'a' in group 'arguments'.*mq\.connect there"):
+        copied(pair[0])
+
+
+def test_a_topic_is_counted_from_its_subscription_on(pair: Pair) -> None:
+    """A subscriber need not ask whether something came already."""
+    assert pair[1].stats()["topics"]["t"]["received"] == 0
+    pair[1].unsubscribe("t")
+    assert "t" not in pair[1].stats()["topics"]

@@ -95,6 +95,16 @@ def test_what_keeps_others_out_is_not_guessed_at(option: str, given: Any) -> Non
         mq.connect("inproc", group="g", **{option: given})
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["backend", "group", "name", "rendezvous", "listen", "attach_to", "labels"],
+)
+def test_what_is_no_text_is_named(option: str) -> None:
+    """By the argument, with what was given for it."""
+    with pytest.raises(TypeError, match=f"^{option} is a string.* 5$"):
+        resolve(**{"backend": "zmq", "group": "g", option: 5})
+
+
 def test_torchrun_is_recognised_and_explicit_addresses_go_before_it() -> None:
     """Under torchrun, members meet at its store without configuration."""
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
