@@ -185,13 +185,14 @@ class Membership:
 
     # -- end ----------
 
-    def close(self, linger: float = 30.0) -> None:
+    def close(self, linger: float | None = 30.0) -> None:
         """Deliver what was published, leave the group, free everything. Idempotent.
 
         Args:
             linger: Seconds to deliver at most; what then remains is counted in a
-                warning.
+                warning. None: as long as it takes.
         """
+        linger = float("inf") if linger is None else linger
         driver = self._driver
         if driver.forked:
             return

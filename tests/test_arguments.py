@@ -83,6 +83,20 @@ def test_any_time_may_be_waited(pair: Pair, time: float) -> None:
     a.close(linger=time)
 
 
+def test_close_may_take_as_long_as_it_takes(pair: Pair) -> None:
+    """It goes on only when the other end has what was published."""
+    a, b = pair
+    with b._driver.lock:  # b cannot take it
+        a.publish("t", 1)
+        closing = threading.Thread(target=a.close, args=(None,))
+        closing.start()
+        closing.join(0.05)
+        assert closing.is_alive()
+    assert b.recv(timeout=10).payload == 1
+    closing.join(30)
+    assert [member.name for member in b.members()] == ["b"]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"depth": 0}, {"depth": 1.5}, {"window_bytes": -1}, {"window_bytes": True}],
