@@ -86,10 +86,10 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
     if not found or found[2] not in _UNITS:
         raise ValueError(f"{text!r} is no size; write 1250, 20KB, 1.25MB or 1MiB")
-    nbytes = round(float(found[1]) * _UNITS[found[2]])
+    nbytes = float(found[1]) * _UNITS[found[2]]
     if not 4 <= nbytes <= 1 << 40:
         raise ValueError(f"size {text!r} is not between 4 bytes and 1 TiB")
-    return nbytes
+    return round(nbytes)
 
 
 def cells(

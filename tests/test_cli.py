@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,8 @@ import pytest
 from mq import registry, settings
 from mq.cli import main
 from mq.rendezvous import open_rendezvous
+from mq.testing import __main__ as suite
+from mq.testing import soak
 
 HEAVY = ["torch", "numpy", "zmq", "pynng", "bench"]
 
@@ -109,6 +111,8 @@ def test_transports_lists_every_backend(capsys: pytest.CaptureFixture[str]) -> N
         (["rendezvous", "nowhere"], "is not HOST:PORT"),
         (["rendezvous", "host:70000"], "is not HOST:PORT"),
         (["bench", "--rounds", "none"], "from 1 to 1000"),
+        (["bench", "--sizes", "1e400"], "between 4 bytes and 1 TiB"),
+        (["bench", "apps", "--output", "/dev/null/x"], "/dev/null"),
     ],
 )
 def test_bad_arguments_end_with_status_2(arguments: list[str], said: str) -> None:
@@ -117,6 +121,30 @@ def test_bad_arguments_end_with_status_2(arguments: list[str], said: str) -> Non
     assert shown.returncode == 2
     assert said in shown.stderr
     assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "said"),
+    [
+        (suite.main, ["zqm"], "did you mean 'zmq'?"),
+        (soak.main, ["--minutes", "nan"], "time to run is nan"),
+        (soak.main, ["--minutes", "-1"], "time to run is -60"),
+        (soak.main, ["--minutes", "0"], "time to run is 0"),
+    ],
+)
+def test_so_do_those_of_the_suite_and_the_soak(
+    command: Callable[[], int],
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before anything is run."""
+    monkeypatch.setattr(sys, "argv", ["mq", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_missing_secret_file_is_named(tmp_path: Path) -> None:

@@ -129,12 +129,12 @@ def _run(
     backends = _usable(parser, options.backend)
     try:
         planned = [(app, app.cells(options, backends)) for app in apps]
-    except ValueError as error:
+        output: Path = options.output or Path(
+            "bench", "out", time.strftime("apps-%Y%m%d-%H%M%S")
+        )
+        output.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
-    output: Path = options.output or Path(
-        "bench", "out", time.strftime("apps-%Y%m%d-%H%M%S")
-    )
-    output.mkdir(parents=True, exist_ok=True)
     every = [cell for _, cells in planned for cell in cells]
     facts = environment([]) | {"command": command, "planned cells": str(len(every))}
     facts |= {app.name: _task(app, options) for app in apps}

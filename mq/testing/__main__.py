@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 
+from mq import registry
 from mq.testing import CASES, Case, find, run_case
 
 
@@ -27,6 +28,8 @@ def main() -> int:
         ]
     except LookupError as error:
         parser.error(str(error))
+    if reason := registry.check(arguments.transport):
+        parser.error(reason)
     failed = sum(not _passes(arguments.transport, case) for case in chosen)
     print(f"{len(chosen) - failed} of {len(chosen)} cases passed")
     return 1 if failed else 0

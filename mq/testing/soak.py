@@ -24,6 +24,7 @@ import numpy as np
 
 import mq
 from mq import registry
+from mq.seconds import positive_seconds
 from mq.testing import worker
 from mq.testing.harness import Group
 from mq.testing.member import Future, Member
@@ -373,7 +374,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     try:
-        soak = Soak(arguments.backend, 60 * arguments.minutes, arguments.seed)
+        seconds = positive_seconds("the time to run", 60 * arguments.minutes)
+        soak = Soak(arguments.backend, seconds, arguments.seed)
     except (ValueError, mq.MQError) as error:
         parser.error(str(error))
     problems = soak.run()
