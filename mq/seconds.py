@@ -31,7 +31,7 @@ def seconds(what: str, value: float) -> float:
     _check_type(what, value)
     if not value >= 0:
         raise ValueError(f"{what} is {value} s, but must be 0 or more")
-    return min(value, LONGEST)
+    return float(min(value, LONGEST))  # one of NumPy's would round the deadline
 
 
 def deadline_after(timeout: float | None) -> float | None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,12 @@ def test_any_time_may_be_waited(pair: Pair, time: float) -> None:
     a.flush(timeout=time)
     a.wait_for_subscribers("t", timeout=time)
     a.close(linger=time)
+
+
+def test_a_time_may_be_a_number_of_numpys(pair: Pair) -> None:
+    """Where it is waited for, too."""
+    with pytest.raises(mq.RecvTimeout, match=r"within 0\.5 s"):
+        pair[0].recv(timeout=np.float32(0.5))
 
 
 def test_close_may_take_as_long_as_it_takes(pair: Pair) -> None:
