@@ -201,7 +201,8 @@ class BlockingQueue(Membership):
         Raises:
             SubscribeTimeout: Some members have not acknowledged; the subscription is in
                 force all the same.
-            ValueError: Already subscribed with other options, or a bad argument.
+            ValueError: Already subscribed with other options, or a bad argument, also a
+                device that is not there.
         """
         check_topic(topic)
         if not isinstance(history, History):
@@ -209,6 +210,10 @@ class BlockingQueue(Membership):
         for what, number in (("depth", depth), ("window_bytes", window_bytes)):
             if type(number) is not int or number < 1:
                 raise ValueError(f"{what} is {number!r}, but must be 1 or more")
+        if device is not None:
+            from mq.tensors import check_device  # it loads torch
+
+            check_device(device)
         depth, window_bytes = min(depth, MAX_CREDIT), min(window_bytes, MAX_CREDIT)
         options = (history.keep, depth, window_bytes, zero_copy, device)
         subscriber = self._mesh.subscriber

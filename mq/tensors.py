@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -57,6 +59,29 @@ for _name, _carrier in _CARRIERS.items():
 def sendable(dtype: torch.dtype) -> bool:
     """Whether dense tensors of a dtype can be sent as they are."""
     return dtype in _BY_DTYPE
+
+
+def check_device(device: str) -> None:
+    """See that tensors can be moved to a device.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: Torch has no such device, or this process cannot use it.
+    """
+    if not isinstance(device, str):
+        raise TypeError(f"device is a str such as 'cuda:0', not {device!r}")
+    try:
+        torch.empty(1, device="cpu").to(device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # by kind of device
+        raise ValueError(
+            f"device is {device!r}, which cannot be used here: {_first_line(error)}. "
+            f"Torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
+            "name one of them or 'cpu', or leave device= out"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200].rstrip(".")
 
 
 def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
@@ -158,7 +183,26 @@ def unpack_tensor(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     tensor = torch.from_numpy(with_sound_bools(np.ndarray(dims, bits, view)))
     if carried:
         tensor = tensor.view(dtype)
-    return tensor if unpacker.device is None else tensor.to(unpacker.device)
+    return _moved(tensor, unpacker.device)
+
+
+def _moved(tensor: torch.Tensor, device: str | None) -> torch.Tensor:
+    if device is None:
+        return tensor
+    with _work_on(device, tensor.nbytes):
+        return tensor.to(device)
+
+
+@contextlib.contextmanager
+def _work_on(device: object, nbytes: int) -> Iterator[None]:
+    """Make what torch raises, for want of memory above all, the message's error."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CodecError(
+            f"a tensor of {nbytes} bytes cannot be put on {device}: "
+            f"{_first_line(error)}; free memory there, or subscribe with another device"
+        ) from error
 
 
 def _dtype_of(name: object) -> tuple[torch.dtype, np.dtype[Any], bool]:
@@ -178,11 +222,11 @@ def unpack_on_device(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     nbytes = checked_size(dims, bits.itemsize)
     flat: torch.Tensor = unpacker.take_of_area(index, start, nbytes, _as_tensor)
     if dtype is torch.bool:
-        tensor = flat.ne(0)  # every byte 0 or 1: libraries rely on it
+        with _work_on(flat.device, nbytes):
+            tensor = flat.ne(0)  # every byte 0 or 1: libraries rely on it
     else:
         tensor = flat.view(dtype)
-    tensor = tensor.reshape(dims)
-    return tensor if unpacker.device is None else tensor.to(unpacker.device)
+    return _moved(tensor.reshape(dims), unpacker.device)
 
 
 def _as_tensor(area: memoryview | Landing) -> torch.Tensor:

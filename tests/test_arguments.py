@@ -198,3 +198,34 @@ def test_a_topic_is_counted_from_its_subscription_on(pair: Pair) -> None:
     assert pair[1].stats()["topics"]["t"]["received"] == 0
     pair[1].unsubscribe("t")
     assert "t" not in pair[1].stats()["topics"]
+
+
+@pytest.mark.parametrize("device", ["nonsense", "", "cuda:-1", "cuda:4095", 5])
+def test_a_device_that_is_not_there_is_refused(pair: Pair, device: Any) -> None:
+    """By `subscribe`: `recv` would lose every message with a tensor."""
+    kind = ValueError if isinstance(device, str) else TypeError
+    with pytest.raises(kind, match=f"device is .*{device}"):
+        pair[1].subscribe("u", device=device)
+    assert pair[0].subscribers("u") == []
+    pair[1].subscribe("u", device="cpu", timeout=10)
+
+
+def test_a_tensor_that_its_device_does_not_take_is_refused_by_name(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And counted; the queue goes on."""
+    a, b = pair
+    b.subscribe("u", device="cpu", timeout=10)
+
+    def full(tensor: torch.Tensor, device: str) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nAnd more.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", full)
+        a.publish("u", {"x": torch.ones(2)})
+        problem = "message 0 from 'a' on 'u': .* 8 bytes .* on cpu: CUDA out of memory;"
+        with pytest.raises(mq.CodecError, match=problem):
+            b.recv(timeout=10)
+    assert b.stats()["topics"]["u"]["refused"] == 1
+    a.publish("u", torch.ones(2))
+    assert b.recv(timeout=10).payload.sum() == 2

@@ -216,6 +216,20 @@ def test_bools_of_an_area_are_sound() -> None:
         assert found.tolist() == [0, 1, 1, 1]
 
 
+def test_a_device_without_room_for_sound_bools_is_a_codec_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are copied where they arrived."""
+    arrived = spread_of(CODEC.encode([torch.ones(2).bool()], "t", CARRIED))
+
+    def full(tensor: torch.Tensor, other: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch.Tensor, "ne", full)
+    with pytest.raises(CodecError, match="2 bytes cannot be put on cpu: no memory;"):
+        CODEC.decode(arrived)
+
+
 def test_areas_must_be_those_that_the_message_announces() -> None:
     """Others, fewer, or some that nobody announced are refused."""
     frames = CODEC.encode(torch.arange(100), "t", CARRIED)
