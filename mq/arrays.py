@@ -28,7 +28,11 @@ _MAX_NESTED_DTYPES: Final = 16
 
 def pack_array(packer: Packer, array: AnyArray, depth: int) -> Any:
     """An array as a description and a buffer; `array` is a `numpy.ndarray`."""
-    body = encode([_describe(array.dtype), *array.shape])
+    try:
+        name = _describe(array.dtype)
+    except Refusal as refusal:
+        return packer.without_format(array, str(refusal))
+    body = encode([name, *array.shape])
     if array.nbytes:
         packer.buffers.append(raw_bytes(array))
     return packer.ext(ext.ARRAY, body)
@@ -105,7 +109,11 @@ def _pack_scalar(packer: Packer, scalar: np.generic, depth: int) -> Any:
     elif isinstance(scalar, np.bytes_):
         body = encode(["bytes", bytes(scalar)])
     else:
-        body = encode([_describe(scalar.dtype), scalar.tobytes()])
+        try:
+            name = _describe(scalar.dtype)
+        except Refusal as refusal:
+            return packer.without_format(scalar, str(refusal))
+        body = encode([name, scalar.tobytes()])
     return packer.ext(ext.SCALAR, body)
 
 

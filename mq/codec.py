@@ -52,7 +52,8 @@ class Codec:
     - Pads and titles of structured dtypes are not kept.
 
     Args:
-        allow_pickle: Whether any other object travels, and is accepted, as a pickle.
+        allow_pickle: Whether any other object travels, and is accepted, as a pickle;
+            also tensors and arrays that have no format, such as sparse ones.
             Whoever can send this process a pickle can run any code in it.
     """
 

@@ -113,6 +113,16 @@ class Packer:
             f"a {safe_types.type_name(kind)} is not data: {safe_types.remedy(kind)}"
         )
 
+    def without_format(self, value: Any, problem: str) -> Any:
+        """A value that has no format, unlike others of its type: a pickle, if allowed.
+
+        Raises:
+            Refusal: It is not, which is the problem; or it cannot be pickled.
+        """
+        if not self._allow_pickle:
+            raise Refusal(problem)
+        return _pack_pickle(self, value, 0)
+
 
 def _pack_list(packer: Packer, items: list[Any], depth: int) -> list[Any]:
     _check_depth(depth)
@@ -262,9 +272,10 @@ def _pack_datetime(packer: Packer, value: datetime.datetime, depth: int) -> Any:
 def _pack_time(packer: Packer, value: datetime.time, depth: int) -> Any:
     offset = value.utcoffset()
     if offset is None and value.tzinfo is not None:
-        raise Refusal(
+        return packer.without_format(
+            value,
             f"the zone of time {value} has no fixed offset; send a datetime, or a time "
-            "with a datetime.timezone"
+            "with a datetime.timezone",
         )
     return packer.ext(ext.TIME, _clock(value, offset))
 

@@ -226,8 +226,15 @@ def remedy(kind: type) -> str:
     if hint is None and "numpy" in sys.modules:
         import numpy as np
 
-        if issubclass(kind, np.ndarray):
+        if issubclass(kind, np.ma.MaskedArray):
+            hint = "send .filled(...), or its .data and its .mask"
+        elif issubclass(kind, np.ndarray):
             hint = "convert it with numpy.asarray"
+    if hint is None and kind.__module__ == "builtins":  # they cannot be registered
+        hint = (
+            "send data in its place, or pass allow_pickle=True to mq.connect on both "
+            "sides"
+        )
     return hint or (
         f"register it with mq.add_safe_types({shown}) on both sides, or pass "
         "allow_pickle=True to mq.connect on both sides"

@@ -86,10 +86,9 @@ def _first_line(error: BaseException) -> str:
 
 def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
     """A tensor as a description and a buffer."""
-    found = _BY_DTYPE.get(tensor.dtype)
-    if found is None or tensor.layout is not torch.strided:
-        raise Refusal(_unsendable(tensor))
-    name, carrier = found
+    if not _has_format(tensor):
+        return packer.without_format(tensor, _unsendable(tensor))
+    name, carrier = _BY_DTYPE[tensor.dtype]
     if packer.carried and str(tensor.device) in packer.carried:
         return _pack_on_device(packer, tensor, name, carrier)
     if (
@@ -108,6 +107,16 @@ def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
     return packer.ext(ext.TENSOR, body)
 
 
+def _has_format(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.dtype in _BY_DTYPE
+        and tensor.layout is torch.strided
+        and not tensor.is_nested  # it has no shape
+        and not tensor.is_meta
+        and tensor.dim() <= ext.MAX_DIMENSIONS
+    )
+
+
 def _plain(
     packer: Packer, tensor: torch.Tensor, carrier: torch.dtype | None
 ) -> torch.Tensor:
@@ -119,8 +128,6 @@ def _plain(
 
 
 def _contiguous(tensor: torch.Tensor, carrier: torch.dtype | None) -> torch.Tensor:
-    if tensor.is_meta:
-        raise Refusal(_unsendable(tensor))
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if carrier is not None:  # before any copy: torch warns of work in complex32
         tensor = tensor.view(carrier)
@@ -167,8 +174,15 @@ def _unsendable(tensor: torch.Tensor) -> str:
         return (
             f"{what} is on the meta device and has no data; create it on a real device"
         )
+    if tensor.is_nested:
+        return f"{what} is nested; send .unbind(), a list of the tensors in it"
     if tensor.layout is not torch.strided:
         return f"{what} is not strided; send .to_dense(), or its indices and values"
+    if tensor.dim() > ext.MAX_DIMENSIONS:
+        return (
+            f"{what} has {tensor.dim()} dimensions, the limit is {ext.MAX_DIMENSIONS}; "
+            "send .flatten() and its shape"
+        )
     return f"{what} has no format on the wire; send .view(torch.uint8)"
 
 
@@ -265,12 +279,14 @@ def _key(tensor: torch.Tensor) -> object:
         or tensor.layout is not torch.strided
         or tensor.requires_grad
         or not tensor.is_cpu
+        or tensor.is_nested
         or tensor.is_conj()
         or tensor.is_neg()
         or not tensor.is_contiguous()
     ):
         return None
-    return tensor.dtype, tensor.shape
+    shape = tensor.shape
+    return (tensor.dtype, shape) if len(shape) <= ext.MAX_DIMENSIONS else None
 
 
 def _buffer(tensor: torch.Tensor) -> memoryview:

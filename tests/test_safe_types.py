@@ -9,6 +9,7 @@ import enum
 import pathlib
 import zoneinfo
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -234,7 +235,8 @@ def test_what_cannot_travel_is_refused_with_place_and_remedies(
         (torch.empty(2, device="meta"), "meta device"),
         (np.array([object()]), r"\.astype"),
         (np.zeros(2, [("a", "O")]), r"\.astype"),
-        (np.ma.masked_array([1]), "numpy.asarray"),
+        (torch.ones([1] * 65), "64; send .flatten"),
+        (np.ma.masked_array([1]), r"\.filled\(.*\.mask"),
         (np.rec.array([(1,)], dtype=[("a", "i4")]), "numpy.asarray"),
         (memoryview(b"x"), r"bytes\("),
         (range(3), r"list\("),
@@ -242,7 +244,9 @@ def test_what_cannot_travel_is_refused_with_place_and_remedies(
         (decimal.Decimal(1), "add_safe_types"),
         (pathlib.PurePosixPath("x"), "add_safe_types"),
         (torch.float32, "add_safe_types"),
-        (lambda: 1, "add_safe_types"),
+        (lambda: 1, "send data .* allow_pickle"),
+        (..., "send data .* allow_pickle"),
+        (int, "send data .* allow_pickle"),
         ("\ud800", "surrogatepass"),
         (np.str_("\ud800"), "surrogatepass"),
         (np.zeros(1, [("\ud800", "<f4")]), "surrogatepass"),
@@ -255,6 +259,15 @@ def test_refusals_come_with_a_remedy(value: Any, remedy: str) -> None:
     """What is refused although it looks like data says what to do."""
     for payload in (value, {"a": value}, [(value,)]):
         with pytest.raises(CodecError, match=remedy):
+            CODEC.encode(payload)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch will change them
+def test_nested_tensors_are_refused_with_a_remedy() -> None:
+    """They are said to be strided, and have no shape."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for payload in (nested, {"a": nested}):
+        with pytest.raises(CodecError, match=r"is nested; send \.unbind\(\)"):
             CODEC.encode(payload)
 
 
@@ -292,6 +305,37 @@ def test_pickle_needs_permission_on_both_sides() -> None:
     )
     with pytest.raises(CodecError, match="unpickling raised"):
         trusting.decode(area_of(broken))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch will change some of them
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.ones([1] * 65),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+        lambda: np.array([1, "a"], object),
+        lambda: np.zeros(2, [("a", "O")])[0],
+        lambda: datetime.time(1, tzinfo=zoneinfo.ZoneInfo("Europe/Paris")),
+    ],
+    ids=["sparse", "nested", "65 dims", "quantised", "objects", "record", "zone"],
+)
+def test_what_has_no_format_is_pickled_where_it_is_allowed(
+    make: Callable[[], Any],
+) -> None:
+    """As any other object is, also when it comes again."""
+    value = make()
+    trusting = Codec(allow_pickle=True)
+    for payload in (value, {"x": value}) * 2:
+        frames = trusting.encode(payload)
+        assert frames.needs == {"pickle"}
+        found = trusting.decode(area_of(frames))
+        assert repr(found) == repr(payload)
+        with pytest.raises(UntrustedPayload, match="allow_pickle=True"):
+            CODEC.decode(area_of(frames))
+    with pytest.raises(CodecError):
+        CODEC.encode(value)
 
 
 def test_pickled_arrays_travel_out_of_band() -> None:
