@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mq.buffers import Pool
     from mq.codec import Codec
     from mq.join import Joined
+    from mq.mesh.feed import Feed
     from mq.mesh.incoming import Entry, Run
     from mq.mesh.subscription import Subscription
 
@@ -164,8 +165,13 @@ class BlockingQueue(Membership):
         marks = self._driver.marks()
         unsettled = self._mesh.publisher.unsettled
         if not self._driver.wait_until(lambda: not unsettled(marks), timeout):
-            left = self._driver.describe_feeds(unsettled(marks))
-            raise FlushTimeout(f"{self!r}: not flushed within {timeout:g} s: {left}")
+            raise self._not_flushed(marks, timeout)
+
+    def _not_flushed(
+        self, marks: Sequence[tuple[Feed, int]], timeout: float | None
+    ) -> FlushTimeout:
+        left = self._driver.describe_feeds(self._mesh.publisher.unsettled(marks))
+        return FlushTimeout(f"{self!r}: not flushed within {timeout:g} s: {left}")
 
     # -- subscribing ----------
 

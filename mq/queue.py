@@ -137,17 +137,11 @@ class MQ(BlockingQueue):
         if topic not in self._topics:
             self._check_new_topic(topic)
         frames = self._codec.encode(payload, topic, self._carried(topic, retain))
-        publish = self._driver.publish
-        deadline = deadline_after(timeout)
-        with self._wakeups() as wakeup:
-            while True:
+        driver = self._driver
+        with driver.turns(topic, timeout) as turns, self._wakeups() as wakeup:
+            while not driver.publish(topic, frames, retain, urgent, 0, turns):
+                await _wait(wakeup, turns.until())
                 wakeup.clear()
-                if publish(topic, frames, retain, urgent, 0, stream=False):
-                    return
-                if not await _wait(wakeup, deadline):
-                    # Once more with the error that says who blocks.
-                    publish(topic, frames, retain, urgent, 0)
-                    return
 
     async def aflush(self, timeout: float | None = None) -> None:
         """`flush` for asyncio."""
@@ -163,8 +157,7 @@ class MQ(BlockingQueue):
                 ):
                     return
                 if not await _wait(wakeup, deadline):
-                    self.flush(0)
-                    return
+                    raise self._not_flushed(marks, timeout)
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         """Messages until the queue is closed."""
@@ -199,12 +192,18 @@ class MQ(BlockingQueue):
 
 
 async def _wait(event: asyncio.Event, deadline: float | None) -> bool:
-    """Wait for the event or the deadline; False for the latter."""
+    """Wait for the event or the deadline; False if that had passed already."""
     if deadline is None:
         await event.wait()
         return True
-    try:
-        await asyncio.wait_for(event.wait(), max(0.0, deadline - time.monotonic()))
-    except asyncio.TimeoutError:
+    left = deadline - time.monotonic()
+    if left <= 0.0:
         return False
+    # Not `asyncio.wait_for`, which up to Python 3.11 returns in spite of `cancel` where
+    # the event was set just before.
+    timer = asyncio.get_running_loop().call_later(left, event.set)
+    try:
+        await event.wait()
+    finally:
+        timer.cancel()
     return True

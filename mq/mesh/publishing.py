@@ -14,7 +14,7 @@ from mq.mesh.mesh import Mesh
 from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.poller import Poller
 from mq.mesh.session import Session
-from mq.mesh.waiting import Waiting
+from mq.mesh.waiting import Wait, Waiting
 from mq.seconds import deadline_after
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ class Publishing(Waiting):
         self._topics = mesh.publisher.topics
         lenders = [link.lender for link in mesh.links if link.lender is not None]
         self._lender = lenders[0] if lenders else None
-        self._told: set[Session] = set()
         self.devices = frozenset[str]().union(*(link.devices for link in mesh.links))
 
     def publish(
@@ -82,34 +81,34 @@ class Publishing(Waiting):
         retain: bool,
         urgent: bool,
         timeout: float | None,
-        stream: bool = True,
+        turns: Wait | None = None,
         block: Block | None = None,
     ) -> bool:
         """Commit a message to all subscribers, or to none.
 
         Args:
-            stream: Wait while large chunks leave straight from the caller's memory,
-                as far as that is quicker than a copy.
+            turns: Of a call that does not wait here, and so has `timeout` 0: neither
+                for subscribers, nor while large chunks leave straight from the
+                caller's memory, as far as that is quicker than a copy.
             block: All of the message, where it already lies in shared memory.
 
         Returns:
-            False only for `timeout` 0 without `stream`: there is no credit or memory.
+            False only for `turns`: there is no credit or memory.
 
         Raises:
             PublishTimeout, MessageTooLarge, CodecError, Closed: Nobody got it.
         """
         deadline = deadline_after(timeout)
-        only_try = timeout == 0 and not stream
         if (
             block is None
             and self._lender is not None
             and frames.nbytes > INLINE_BYTES
             and not frames.areas
         ):
-            way = self._way(name, frames, retain, deadline, only_try)
+            way = self._way(name, frames, retain, deadline, turns)
             if way is not _Way.SENT:
                 block, waits = self._take_block(
-                    name, frames.nbytes, deadline, only_try, way is _Way.FOLLOWED
+                    name, frames.nbytes, deadline, turns, way is _Way.FOLLOWED
                 )
                 if waits:
                     return False
@@ -128,13 +127,14 @@ class Publishing(Waiting):
             topic = self._topics.get(name) or publisher.topic(name)
             if frames.nbytes > topic.limit_message or frames.needs:
                 publisher.check(topic, frames)
-            if not topic.has_credit():
-                if only_try:
-                    return False
-                self._wait_for_credit(topic, frames, deadline)
+            if not (
+                topic.has_credit()
+                or self._wait_for_credit(topic, frames, deadline, turns)
+            ):
+                return False
             if block is not None and not publisher.is_followed(topic):  # any more
                 block.fill(frames.segments())
-            self._commit(topic, frames, retain, urgent, stream, block)
+            self._commit(topic, frames, retain, urgent, turns is None, block)
         return True
 
     def _commit(
@@ -221,7 +221,7 @@ class Publishing(Waiting):
         frames: Frames,
         retain: bool,
         deadline: float | None,
-        only_try: bool,
+        turns: Wait | None,
     ) -> _Way:
         """How a message goes to its subscribers."""
         with self.lock:
@@ -232,10 +232,11 @@ class Publishing(Waiting):
                 return _Way.SENT
             # What cannot be published need not be copied.
             self._publisher.check(topic, frames)
-            if not topic.has_credit():
-                if only_try:
-                    return _Way.SENT
-                self._wait_for_credit(topic, frames, deadline)
+            if not (
+                topic.has_credit()
+                or self._wait_for_credit(topic, frames, deadline, turns)
+            ):
+                return _Way.SENT
             if (
                 FOLLOWED_BYTES <= frames.nbytes <= _most_followed_bytes()
                 and not retain
@@ -249,7 +250,7 @@ class Publishing(Waiting):
         name: str,
         nbytes: int,
         deadline: float | None,
-        only_try: bool = False,
+        turns: Wait | None = None,
         followed: bool = False,
     ) -> tuple[Block | None, bool]:
         """Shared memory for a message, and whether it has to be waited for.
@@ -266,9 +267,9 @@ class Publishing(Waiting):
         block = lender.take(nbytes, followed, grow=False)
         if block is None:
             block = self._returned(name, nbytes, followed, deadline)
-        if not self._told and (block is not None or not lender.fits(nbytes)):
+        if block is not None or not lender.fits(nbytes):
             return block, False
-        found: list[Block] = [] if block is None else [block]
+        found: list[Block] = []
 
         def blockers() -> list[Session]:
             return self._publisher.borrowers(topic)
@@ -281,15 +282,13 @@ class Publishing(Waiting):
         with self.lock:
             topic = self._topics.get(name) or self._publisher.topic(name)
             if not reached():
-                if not (only_try and self._told):
+                if turns is None or not turns.told:
                     lender.waits += 1
-                if only_try:
-                    self._tell_waiting(blockers(), self._told)
+                who = self._who_borrows
+                if not self._wait_for(
+                    topic, reached, blockers, who, deadline, turns, at_once=True
+                ):
                     return None, True
-                self._wait_for(
-                    topic, reached, blockers, self._who_borrows, deadline, at_once=True
-                )
-            self._tell_going_on(self._told)
         return (found[0] if found else None), False
 
     def _returned(
@@ -363,16 +362,23 @@ class Publishing(Waiting):
     # -- credit ----------
 
     def _wait_for_credit(
-        self, topic: Topic, frames: Frames, deadline: float | None
-    ) -> None:
-        self._wait_for(
+        self,
+        topic: Topic,
+        frames: Frames,
+        deadline: float | None,
+        turns: Wait | None,
+    ) -> bool:
+        if not self._wait_for(
             topic,
             topic.has_credit,
             lambda: [feed.session for feed in topic.waits_for()],
             self._who_lags,
             deadline,
-        )
+            turns,
+        ):
+            return False
         self._publisher.check(topic, frames)
+        return True
 
     @staticmethod
     def _who_lags(sessions: Collection[Session]) -> str:

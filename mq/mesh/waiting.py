@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from mq.errors import PublishTimeout
@@ -13,6 +14,7 @@ from mq.mesh import wire
 from mq.mesh.lead import Lead
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
+from mq.seconds import deadline_after
 
 if TYPE_CHECKING:
     from mq.mesh.outgoing import Topic
@@ -22,6 +24,33 @@ logger = logging.getLogger(__name__)
 
 COMPLAIN_SECONDS: Final = 5.0
 """After which a waiting `publish` logs whom it waits for; then each minute."""
+
+
+class Wait:
+    """A call that waits for others.
+
+    Attributes:
+        begin: When it began.
+        deadline: When it gives up; None: never.
+        complain_at: When it is next to be logged.
+        blocked: Whether anybody kept it waiting.
+        told: Who was told that it waits.
+    """
+
+    __slots__ = ("begin", "blocked", "complain_at", "deadline", "told")
+
+    def __init__(self, deadline: float | None) -> None:
+        self.begin = time.monotonic()
+        self.deadline = deadline
+        self.complain_at = self.begin + COMPLAIN_SECONDS
+        self.blocked = False
+        self.told: set[Session] = set()
+
+    def until(self) -> float:
+        """When it is to look again, if nothing changes before."""
+        if self.deadline is None:
+            return self.complain_at
+        return min(self.deadline, self.complain_at)
 
 
 class Waiting(Lead):
@@ -38,44 +67,66 @@ class Waiting(Lead):
         blockers: Callable[[], Collection[Session]],
         describe: Callable[[Collection[Session]], str],
         deadline: float | None,
+        turns: Wait | None = None,
         at_once: bool = False,
-    ) -> None:
+    ) -> bool:
         """Wait until nobody keeps the message from being published.
 
         Args:
             blockers: Whom it waits for.
             describe: That in words, with the remedy.
+            turns: Of a call that does not wait here, but comes again for its next
+                turn, up to its own deadline.
             at_once: Tell them so at once, not only after a while.
+
+        Returns:
+            False only for `turns`: it has to go on waiting.
         """
-        begin = time.monotonic()
-        complain_at = begin + COMPLAIN_SECONDS
-        told: set[Session] = set()
+        wait = Wait(deadline) if turns is None else turns
+        wait.blocked = True
         try:
             while True:
                 self._poll(flush=True)
                 self.check()
                 if reached():
-                    return
+                    return True
                 now = time.monotonic()
-                if deadline is not None and now >= deadline:
-                    self._raise_timeout(topic, now - begin, blockers(), describe)
+                if wait.deadline is not None and now >= wait.deadline:
+                    self._raise_timeout(topic, now - wait.begin, blockers(), describe)
                 if at_once:
-                    self._tell_waiting(blockers(), told)
-                if now >= complain_at:
-                    complain_at = now + 60.0
+                    self._tell_waiting(blockers(), wait.told)
+                if now >= wait.complain_at:
+                    wait.complain_at = now + 60.0
                     logger.warning(
                         "publish on %r has waited %.0f s: %s",
                         topic.name,
-                        now - begin,
+                        now - wait.begin,
                         describe(blockers()),
                     )
-                    self._tell_waiting(blockers(), told)
-                until = complain_at if deadline is None else min(deadline, complain_at)
-                self._sleep(until)
+                    self._tell_waiting(blockers(), wait.told)
+                if turns is not None:
+                    return False
+                self._sleep(wait.until())
         finally:
-            topic.stats.blocked_seconds += time.monotonic() - begin
-            self._tell_going_on(told)
+            if turns is None:
+                self._end(topic, wait)
             self._leave()
+
+    @contextlib.contextmanager
+    def turns(self, name: str, timeout: float | None) -> Iterator[Wait]:
+        """What a call that waits elsewhere passes to `publish`, again and again."""
+        wait = Wait(deadline_after(timeout))
+        try:
+            yield wait
+        finally:
+            if wait.blocked:
+                with self.lock:
+                    self._end(self.mesh.publisher.topic(name), wait)
+                    self._leave()
+
+    def _end(self, topic: Topic, wait: Wait) -> None:
+        topic.stats.blocked_seconds += time.monotonic() - wait.begin
+        self._tell_going_on(wait.told)
 
     def _tell_waiting(self, sessions: Collection[Session], told: set[Session]) -> None:
         for session in sessions:

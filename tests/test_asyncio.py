@@ -1,0 +1,80 @@
+"""What the asyncio twins of the waiting calls say and count."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import mq
+from mq.mesh import waiting
+
+Pair = tuple[mq.MQ, mq.MQ]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Two members; the second has room for one message on t, which is there."""
+    with mq.connect("inproc", group="asyncio", name="a") as a:
+        with mq.connect("inproc", group="asyncio", name="b") as b:
+            b.subscribe("t", depth=1)
+            a.publish("t", "first")
+            yield a, b
+
+
+def test_apublish_says_how_long_it_waited_and_for_whom(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `publish` does: in its error, in the log, and in `stats`."""
+    a, b = pair
+    monkeypatch.setattr(waiting, "COMPLAIN_SECONDS", 0.05)
+    begin = time.monotonic()
+    with caplog.at_level(logging.WARNING), pytest.raises(mq.PublishTimeout) as caught:
+        asyncio.run(a.apublish("t", "second", timeout=0.2))
+    waited = time.monotonic() - begin
+    assert caught.value.members == ("b",)
+    said = float(str(caught.value).split("within ")[1].split(" s,")[0])
+    counted = a.stats()["topics"]["t"]["blocked_seconds"]
+    assert 0.199 < said <= counted + 0.001 <= waited + 0.002
+    assert caplog.text.count("publish on 't' has waited 0 s: no credit: 'b' has") == 1
+    assert b.recv(timeout=10).payload == "first"
+    asyncio.run(a.apublish("t", "third", timeout=10))
+    assert b.recv(timeout=10).payload == "third"
+
+
+def test_a_member_hears_that_apublish_waits_for_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that it does no more, also when it was cancelled."""
+    a, b = pair
+    monkeypatch.setattr(waiting, "COMPLAIN_SECONDS", 0.0)
+    a.subscribe("u", depth=1)
+    b.publish("u", "first")
+
+    async def body() -> None:
+        call = asyncio.create_task(a.apublish("t", "second"))
+        await asyncio.sleep(0)  # its first turn
+        with pytest.raises(mq.PublishTimeout, match="is itself waiting in publish"):
+            b.publish("u", "second", timeout=0.1)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+    asyncio.run(body())
+    with pytest.raises(mq.PublishTimeout) as caught:
+        b.publish("u", "third", timeout=0.1)
+    assert "is itself waiting" not in str(caught.value)
+    assert a.stats()["topics"]["t"]["blocked_seconds"] > 0.1
+
+
+def test_aflush_says_how_long_it_waited(pair: Pair) -> None:
+    """As `flush` does."""
+    a, _ = pair
+    unsettled = a._mesh.publisher.unsettled
+    a._mesh.publisher.unsettled = list  # type: ignore[assignment,method-assign]
+    with pytest.raises(mq.FlushTimeout, match=r"within 0\.05 s"):
+        asyncio.run(a.aflush(timeout=0.05))
+    a._mesh.publisher.unsettled = unsettled  # type: ignore[method-assign]
+    asyncio.run(a.aflush(timeout=10))
