@@ -29,7 +29,7 @@ _MAX_NESTED_DTYPES: Final = 16
 def pack_array(packer: Packer, array: AnyArray, depth: int) -> Any:
     """An array as a description and a buffer; `array` is a `numpy.ndarray`."""
     try:
-        name = _describe(array.dtype)
+        name = describe(array.dtype)
     except Refusal as refusal:
         return packer.without_format(array, str(refusal))
     body = encode([name, *array.shape])
@@ -110,7 +110,7 @@ def _pack_scalar(packer: Packer, scalar: np.generic, depth: int) -> Any:
         body = encode(["bytes", bytes(scalar)])
     else:
         try:
-            name = _describe(scalar.dtype)
+            name = describe(scalar.dtype)
         except Refusal as refusal:
             return packer.without_format(scalar, str(refusal))
         body = encode([name, scalar.tobytes()])
@@ -133,7 +133,7 @@ def unpack_scalar(unpacker: Unpacker, body: memoryview) -> Any:
 
 
 @functools.lru_cache(maxsize=512)
-def _describe(dtype: AnyDType) -> Any:
+def describe(dtype: AnyDType) -> Any:
     """The wire's name of a dtype: a string, or a list for a structured one.
 
     Raises:
@@ -146,11 +146,11 @@ def _describe(dtype: AnyDType) -> Any:
         )
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
-        return ["subarray", _describe(base), *shape]
+        return ["subarray", describe(base), *shape]
     if dtype.names is not None and dtype.fields is not None:
         utf8("".join(dtype.names))
         fields = [
-            [name, dtype.fields[name][1], _describe(dtype.fields[name][0])]
+            [name, dtype.fields[name][1], describe(dtype.fields[name][0])]
             for name in dtype.names
         ]
         return ["struct", dtype.itemsize, *fields]
@@ -220,7 +220,7 @@ def _struct_dtype(itemsize: Any, fields: list[Any], nested: int) -> AnyDType:
 
 
 def _scalar_types() -> set[type]:
-    # Void aside, a scalar type that is no plain dtype's own is refused by _describe.
+    # Void aside, a scalar type that is no plain dtype's own is refused by describe.
     return {kind for kind in np.sctypeDict.values() if kind is not np.object_}
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from mq.arrays import checked_size, describe
 from mq.buffers import copy
 from mq.frames import ALIGNMENT, align
+from mq.packing import Refusal
 
 if TYPE_CHECKING:
     from mq.frames import Frames
@@ -21,9 +24,12 @@ _HEADER_BYTES: Final = 1024
 
 def _checked(shape: Sequence[int], dtype: Any) -> tuple[tuple[int, ...], Any, int]:
     """The shape, the dtype and the size of the data in bytes."""
-    sizes = tuple(int(size) for size in shape)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"shape {sizes} has a negative size")
+    try:
+        sizes = tuple(map(operator.index, shape))
+    except TypeError as error:
+        raise TypeError(
+            f"shape is {shape!r}, not a sequence of whole numbers"
+        ) from error
     if type(dtype).__module__ == "torch":
         from mq.tensors import sendable
 
@@ -31,17 +37,25 @@ def _checked(shape: Sequence[int], dtype: Any) -> tuple[tuple[int, ...], Any, in
             raise ValueError(f"tensors of dtype {dtype} cannot be sent")
     else:
         dtype = np.dtype(dtype)
-        if dtype.hasobject:
-            raise ValueError(f"dtype {dtype} holds Python objects and cannot be sent")
-    return sizes, dtype, math.prod(sizes) * dtype.itemsize
+        if dtype.subdtype is not None:
+            base, inner = dtype.subdtype
+            raise ValueError(
+                f"dtype {dtype} is one of arrays: loan dtype {base}, with {inner} at "
+                "the end of the shape"
+            )
+        try:
+            describe(dtype)
+        except Refusal as refusal:
+            raise ValueError(f"dtype {dtype} cannot be sent: {refusal}") from refusal
+    return sizes, dtype, checked_size(sizes, dtype.itemsize)
 
 
 def room(shape: Sequence[int], dtype: Any) -> int:
     """How many bytes `lay_out` needs.
 
     Raises:
-        ValueError: The shape is negative, or the dtype cannot be sent.
-        TypeError: NumPy does not know the dtype.
+        ValueError: The shape or the dtype cannot be sent.
+        TypeError: The shape is none, or NumPy does not know the dtype.
     """
     return _HEADER_BYTES + _checked(shape, dtype)[2]
 

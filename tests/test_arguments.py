@@ -229,3 +229,26 @@ def test_a_tensor_that_its_device_does_not_take_is_refused_by_name(
     assert b.stats()["topics"]["u"]["refused"] == 1
     a.publish("u", torch.ones(2))
     assert b.recv(timeout=10).payload.sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "problem"),
+    [
+        ((2.7,), "f4", r"shape is \(2.7,\)"),
+        ("12", "f4", "shape is '12'"),
+        (3, "f4", "shape is 3"),
+        ((2, -1), "f4", "-1 is no dimension"),
+        ((1,) * 65, torch.float32, "65 dimensions, the limit is 64"),
+        ((2**62, 4), "f4", "does not fit any memory"),
+        ((2,), "(2,)f4", r"loan dtype float32, with \(2,\)"),
+        ((2,), "O", "dtype object cannot be sent"),
+        ((2,), [("\ud800", "f4")], "not valid Unicode"),
+    ],
+)
+def test_what_cannot_be_sent_is_not_loaned(
+    pair: Pair, shape: Any, dtype: Any, problem: str
+) -> None:
+    """Else it would be refused once it is filled."""
+    kind = TypeError if problem.startswith("shape is") else ValueError
+    with pytest.raises(kind, match=problem), pair[0].loan("t", shape, dtype):
+        raise AssertionError("it was loaned")
