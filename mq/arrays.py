@@ -137,8 +137,20 @@ def describe(dtype: AnyDType) -> Any:
     """The wire's name of a dtype: a string, or a list for a structured one.
 
     Raises:
-        Refusal: It has objects, or is not NumPy's own.
+        Refusal: It has objects, is not NumPy's own, or would be refused on arrival.
     """
+    name = _name_of(dtype)
+    try:
+        dtype_of(name)
+    except CodecError as error:
+        raise Refusal(
+            f"a NumPy array or scalar of {dtype!r:.80}, which receivers refuse: "
+            f"{error}; send its fields one by one"
+        ) from error
+    return name
+
+
+def _name_of(dtype: AnyDType) -> Any:
     if dtype.hasobject:
         raise Refusal(
             f"a NumPy array or scalar of dtype {dtype} holds Python objects; convert "
@@ -146,11 +158,11 @@ def describe(dtype: AnyDType) -> Any:
         )
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
-        return ["subarray", describe(base), *shape]
+        return ["subarray", _name_of(base), *shape]
     if dtype.names is not None and dtype.fields is not None:
         utf8("".join(dtype.names))
         fields = [
-            [name, dtype.fields[name][1], describe(dtype.fields[name][0])]
+            [name, dtype.fields[name][1], _name_of(dtype.fields[name][0])]
             for name in dtype.names
         ]
         return ["struct", dtype.itemsize, *fields]
@@ -220,7 +232,7 @@ def _struct_dtype(itemsize: Any, fields: list[Any], nested: int) -> AnyDType:
 
 
 def _scalar_types() -> set[type]:
-    # Void aside, a scalar type that is no plain dtype's own is refused by describe.
+    # Void aside, a scalar type that is no plain dtype's own is refused by _name_of.
     return {kind for kind in np.sctypeDict.values() if kind is not np.object_}
 
 

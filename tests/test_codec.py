@@ -22,6 +22,7 @@ from hypothesis.extra import numpy as npst
 from make_golden import FOLDER, NAN, PAYLOADS
 from payload_checks import CODEC, area_of, same, travel
 
+from mq.errors import CodecError
 from mq.frames import PLAIN, Frames
 from mq.plain import decode_several
 
@@ -372,3 +373,17 @@ def test_bools_ints_and_strings_are_not_mixed_up() -> None:
     ]
     assert same(travel(payload), payload)
     assert same(travel({True: 0, 0: 1}), {True: 0, 0: 1})
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_a_dtype_that_receivers_refuse_is_not_sent(scalar: bool) -> None:
+    """Nested once more than they take; what they take arrives."""
+    dtype = np.dtype("f4")
+    for _ in range(16):
+        dtype = np.dtype([("a", dtype)])
+    array = np.zeros((), dtype)[()] if scalar else np.zeros(2, dtype)
+    assert same(travel(array), array)
+    deeper = np.dtype([("a", dtype)])
+    array = np.zeros((), deeper)[()] if scalar else np.zeros(2, deeper)
+    with pytest.raises(CodecError, match=r"receivers refuse.* one by one"):
+        CODEC.encode(array)
