@@ -14,8 +14,9 @@ from world import Got, Member, World
 from mq.errors import CodecError, MessagesLost, MessageTooLarge
 from mq.frames import Frames
 from mq.mesh import wire
-from mq.mesh.incoming import Run
+from mq.mesh.incoming import Run, Source
 from mq.mesh.outgoing import BATCH_MESSAGES
+from mq.mesh.subscription import Subscription
 
 INLINE_BYTES = 128
 LARGE = bytes(range(251)) * 8
@@ -289,6 +290,101 @@ def test_what_is_published_while_it_is_asked_back_is_kept() -> None:
     assert publish_all(world, "c") > 100
     world.settle()
     assert publish_all(world, "a") > 100
+
+
+def hoarded(unread: int) -> World:
+    """`a` has published so much of a window of 400 that is unread; `c` one message."""
+    world = World("a", "b")
+    world["b"].subscribe("t", depth=400)
+    world.settle()
+    publish_once(world)
+    for _ in range(unread):
+        assert world["a"].publish("t", b"unread")
+    world.join("c")
+    world.settle()
+    return world
+
+
+def read(world: World, count: int) -> None:
+    for _ in range(count):
+        assert isinstance(world["b"].recv(), Got)
+    world.settle()
+
+
+def test_what_becomes_free_goes_to_who_has_too_little() -> None:
+    """As the messages of who has most are read, long before its own next share."""
+    world = hoarded(399)
+    while publish_all(world, "c"):
+        world.settle()
+    for _ in range(3):
+        read(world, 50)
+        assert publish_all(world, "c") >= 40
+        world.settle()
+
+
+def test_what_the_dead_leave_goes_to_who_has_too_little() -> None:
+    """Asked or not, at once or as their messages are read."""
+    world = hoarded(0)
+    world.partition("a", "b")
+    assert world["c"].publish("t", b"mine")
+    world.settle()
+    world.kill("a")
+    world.advance(30.0)
+    assert publish_all(world, "c") > 300
+
+    world = hoarded(399)
+    assert world["c"].publish("t", b"mine")
+    world.settle()
+    world.kill("a")
+    world.advance(30.0)
+    publish_all(world, "c")
+    world.settle()
+    read(world, 300)
+    assert publish_all(world, "c") > 200
+
+
+def test_dividing_a_window_looks_at_each_publisher_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where all have too little, as beside one whose messages nobody reads."""
+    names = [f"p{number}" for number in range(40)]
+    world = hoarded(399)
+    for name in names:
+        world.join(name)
+    world.settle()
+    for name in names:
+        assert world[name].publish("t", b"first")
+    world.settle()
+    looked: list[Source] = []
+    give = Subscription._give
+
+    def counted(source: Source, *args: Any) -> Any:
+        looked.append(source)
+        return give(source, *args)
+
+    monkeypatch.setattr(Subscription, "_give", staticmethod(counted))
+    subscription = world["b"].mesh.subscriber.topics["t"]
+    first = next(iter(subscription.sources.values()))
+    subscription.divide(first)
+    assert len(looked) == len(set(looked)) <= len(names) + 2
+
+
+def test_an_answer_about_credit_holds_nobody_up_who_leaves() -> None:
+    """Its peer is gone as well, and need not have had it."""
+    world = hoarded(0)
+    a, b = world["a"], world["b"]
+    assert world["c"].publish("t", b"mine")
+    session = a.session(b)
+    while not any(frame.kind == wire.RETURNED for frame in session.frames):
+        if steps := world.net.steps():
+            world.net.deliver(steps[0])
+        else:
+            world.now += 0.0005
+        for member in world.members.values():
+            member.poll()
+    a.mesh.leave("left")
+    a.mesh.disconnect(session, "gone")
+    assert not session.alive
 
 
 def test_nothing_is_granted_while_it_is_asked_back() -> None:

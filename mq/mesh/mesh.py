@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS: Final = wire.UNHURRIED | {wire.BYE}
+_LAST_WORDS: Final = wire.UNHURRIED | {wire.RECLAIM, wire.RETURNED, wire.BYE}
 """What a peer that is gone need not have had."""
 ROUNDS_PER_POLL: Final = 16
 """How often `poll` looks again after it has sent something, before it returns."""

@@ -158,7 +158,8 @@ class Subscriber:
             if source is not None:
                 if subscription.keep is None and source.unread()[0]:
                     subscription.orphans.append(source)
-                del subscription.sources[session]
+                subscription.drop_source(session)
+                self._divide(subscription, None)
 
     def repair(self, sessions: Sequence[Session]) -> None:
         """Derive again what an exception may have left undone."""
@@ -169,14 +170,14 @@ class Subscriber:
                 continue
             for session in list(subscription.sources):
                 if session not in alive:
-                    del subscription.sources[session]
+                    subscription.drop_source(session)
             for session in sessions:
                 source = subscription.sources.get(session)
                 if source is None or not source.told:
                     self._tell(subscription, session)
                 elif subscription.keep is None:
                     source.count_again(self.inbox.fifo)
-                    subscription.grant(source)
+                    self.grant(source)
                     if source.asked is None:
                         session.control(wire.CREDIT, [source.credit()])
                     else:  # it may not have been sent; the answer comes once
@@ -375,17 +376,16 @@ class Subscriber:
             raise
 
     def grant(self, source: Source) -> None:
-        """Tell the publisher of more credit, if it is still there and gets more.
-
-        And those that have too little, as this may have changed what is free.
-        """
+        """Tell the publisher, if it is still there, and others of more credit."""
         subscription = source.subscription
-        if source.session not in subscription.sources:
-            return
-        for due in subscription.due(source):
-            if subscription.grant(due):
-                due.session.control(wire.CREDIT, [due.credit()])
-                self.owed.append(due.session)
-            for other in subscription.reclaim(due):
-                other.session.control(wire.RECLAIM, [other.asked])
-                self.owed.append(other.session)
+        there = subscription.sources.get(source.session) is source
+        self._divide(subscription, source if there else None)
+
+    def _divide(self, subscription: Subscription, source: Source | None) -> None:
+        given, asked = subscription.divide(source)
+        for other in given:
+            other.session.control(wire.CREDIT, [other.credit()])
+            self.owed.append(other.session)
+        for other in asked:
+            other.session.control(wire.RECLAIM, [other.asked])
+            self.owed.append(other.session)

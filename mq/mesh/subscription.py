@@ -11,6 +11,8 @@ from mq.stats import TopicStats
 if TYPE_CHECKING:
     from mq.mesh.session import Session
 
+Share = tuple[int, int]
+"""Messages and bytes of a window."""
 MOST_AT_ONCE: Final = 128
 """Messages that `recv` decodes ahead at most."""
 
@@ -76,7 +78,7 @@ class Subscription:
         """
         source = Source(self, session)
         self.sources[session] = source
-        self.grant(source)
+        self._give(source, self._shares()[source.active], *self._free())
         return wire.Subscribe(
             self.id,
             self.topic,
@@ -104,65 +106,110 @@ class Subscription:
             nbytes += max(0, source.granted_bytes - source.consumed_bytes)
         return messages, nbytes
 
-    def grant(self, source: Source) -> bool:
-        """Give a publisher what it may have now; whether that is more than before.
+    def drop_source(self, session: Session) -> None:
+        """The publisher is gone."""
+        self._short.pop(self.sources[session], None)
+        del self.sources[session]
+
+    def _free(self) -> Share:
+        """What of the window nobody has; less than nothing where it is exceeded."""
+        messages, nbytes = self.held()
+        return self.depth - messages, self.window_bytes - nbytes
+
+    def divide(self, source: Source | None) -> tuple[list[Source], list[Source]]:
+        """Give a publisher what it may have now, and the rest to who has too little.
 
         While others hold too much of the window, a publisher gets what is left, and
-        always at least one message; see `reclaim`.
+        always at least one message. Then those are asked for credit back that have more
+        than their share and leave it unused: they had it before there were so many, and
+        may not publish again for long.
+
+        Args:
+            source: Whose turn it is; None: of none, but there may be more to give.
+
+        Returns:
+            Who has more than before, and who is to be asked.
         """
-        if source.asked is not None:
-            return False  # its totals may be going down
-        before = (source.granted_messages, source.granted_bytes)
-        held_messages, held_bytes = self.held()
-        target, target_bytes = self._share(source)
+        if source is None and not self._short:
+            return [], []
+        shares, free = self._shares(), self._free()
+        turns = [] if source is None else [source]
+        turns += [short for short in self._short if short is not source]
+        given = []
+        for turn in turns:
+            if turn is not source and max(free) <= 0:
+                break
+            left = self._give(turn, shares[turn.active], *free)
+            if left is not None:
+                given.append(turn)
+                free = left
+            if turn.active and self._lacks(turn, shares[True]):
+                self._short[turn] = None
+            else:
+                self._short.pop(turn, None)
+        if not self._short:
+            return given, []
+        # What is taken of the others' messages is for them: it is looked at early.
+        few, few_bytes = (max(1, part // 4) for part in shares[True])
+        for other in (*self.sources.values(), *self.orphans):
+            taken, due = other.consumed_messages, other.grant_at_messages
+            if not taken < due <= taken + few:
+                other.grant_at_messages = taken + few
+            taken, due = other.consumed_bytes, other.grant_at_bytes
+            if not taken < due <= taken + few_bytes:
+                other.grant_at_bytes = taken + few_bytes
+        return given, self._ask(shares)
+
+    @staticmethod
+    def _give(source: Source, share: Share, messages: int, nbytes: int) -> Share | None:
+        """Fill a publisher's credit up to its share, from what is free.
+
+        Returns:
+            What is free then, or None if it got nothing.
+        """
+        if source.asked is not None:  # its totals may be going down
+            source.grant_at_messages = source.granted_messages
+            source.grant_at_bytes = source.granted_bytes
+            return None
         theirs = source.granted_messages - source.consumed_messages
-        source.granted_messages += max(
-            min(target - theirs, self.depth - held_messages), 1 - theirs, 0
-        )
-        source.grant_at_messages = source.granted_messages - target // 2
-        source.at_once = max(1, min(MOST_AT_ONCE, target // 8))
-        target = target_bytes
+        more = max(min(share[0] - theirs, messages), 1 - theirs, 0)
+        source.granted_messages += more
+        source.grant_at_messages = source.granted_messages - share[0] // 2
+        source.at_once = max(1, min(MOST_AT_ONCE, share[0] // 8))
         theirs = source.granted_bytes - source.consumed_bytes
         # Below zero after a message that was larger than what was left of the grant.
-        free = self.window_bytes - held_bytes - min(0, theirs)
-        source.granted_bytes += max(min(target - theirs, free), 1 - theirs, 0)
-        source.grant_at_bytes = source.granted_bytes - target // 2
-        return before != (source.granted_messages, source.granted_bytes)
+        room = nbytes - min(0, theirs)
+        more_bytes = max(min(share[1] - theirs, room), 1 - theirs, 0)
+        source.granted_bytes += more_bytes
+        source.grant_at_bytes = source.granted_bytes - share[1] // 2
+        if not more and not more_bytes:
+            return None
+        return messages - more, nbytes - (more_bytes + min(0, theirs))
 
-    def due(self, source: Source) -> list[Source]:
-        """Whose credit to look at: a publisher's, and then who has too little."""
-        for short in list(self._short):
-            if self.sources.get(short.session) is not short:
-                del self._short[short]
-        return [source, *(short for short in self._short if short is not source)]
+    @staticmethod
+    def _lacks(source: Source, share: Share) -> bool:
+        """Whether a publisher has less than three quarters of its share."""
+        theirs = source.granted_messages - source.consumed_messages
+        theirs_bytes = source.granted_bytes - source.consumed_bytes
+        return (
+            theirs < share[0] - share[0] // 4 or theirs_bytes < share[1] - share[1] // 4
+        )
 
-    def reclaim(self, source: Source) -> list[Source]:
-        """Whom to ask for credit back, where a publisher has too little of the window.
-
-        Those are asked that have more than their share and leave it unused: they had
-        it before there were so many, and may not publish again for long.
-        """
-        target, target_bytes = self._share(source)
-        if not source.active or (
-            source.granted_messages - source.consumed_messages >= target // 2
-            and source.granted_bytes - source.consumed_bytes >= target_bytes // 2
-        ):
-            self._short.pop(source, None)
-            return []
-        self._short[source] = None
+    def _ask(self, shares: tuple[Share, Share]) -> list[Source]:
+        """Publishers with much more than their share that they leave unused."""
         asked = []
         for other in self.sources.values():
-            if other is source or other.asked is not None or not other.confirmed:
+            if other.asked is not None or not other.confirmed or other in self._short:
                 continue
-            target, target_bytes = self._share(other)
-            messages = other.consumed_messages + target
-            nbytes = other.consumed_bytes + target_bytes
+            share, share_bytes = shares[other.active]
+            messages = other.consumed_messages + share
+            nbytes = other.consumed_bytes + share_bytes
             _, arrived, arrived_bytes = other.arrivals[0]
             used = max(messages, arrived, other.used_messages)
             used_bytes = max(nbytes, arrived_bytes, other.used_bytes)
             if (
-                other.granted_messages - used > target // 4
-                or other.granted_bytes - used_bytes > target_bytes // 4
+                other.granted_messages - used > share // 4
+                or other.granted_bytes - used_bytes > share_bytes // 4
             ):
                 self._asked += 1
                 other.asked = wire.Reclaim(self.id, self._asked, messages, nbytes)
@@ -195,14 +242,16 @@ class Subscription:
         source.asked = None
         return True
 
-    def _share(self, source: Source) -> tuple[int, int]:
-        """A publisher's part of the window, in messages and in bytes."""
-        sources = len(self.sources)
-        active = sum(other.active for other in self.sources.values())
-        return (
-            _share(self.depth, sources, active, source.active),
-            _share(self.window_bytes, sources, active, source.active),
+    def _shares(self) -> tuple[Share, Share]:
+        """The part of one that has published nothing yet, and of one that publishes."""
+        sources = max(1, len(self.sources))
+        active = max(1, sum(other.active for other in self.sources.values()))
+        windows = (self.depth, self.window_bytes)
+        idle, share = (
+            tuple(_share(window, sources, active, is_active) for window in windows)
+            for is_active in (False, True)
         )
+        return (idle[0], idle[1]), (share[0], share[1])
 
 
 def _share(window: int, sources: int, active: int, is_active: bool) -> int:
