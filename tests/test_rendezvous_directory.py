@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ import socket
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -89,6 +91,23 @@ def test_who_cannot_write_leaves_nothing_behind(runtime: Path) -> None:
                 late.claim(record("y"))
         assert sorted(runtime.rglob("*")) == before
         assert names(rendezvous) == ["x"]
+
+
+def test_who_cannot_open_a_file_leaves_nothing_behind(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even its lock; the remedy is the one for that."""
+    opened = os.open
+
+    def refuse(path: str, *args: Any, **options: Any) -> int:
+        if str(path).endswith("lock"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(TransportUnavailable, match=r"open files.*ulimit -n"):
+        meet(None)
+    assert list(runtime.iterdir()) == []
 
 
 def test_a_removed_directory_is_made_again(runtime: Path) -> None:

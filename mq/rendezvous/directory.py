@@ -86,9 +86,11 @@ class DirectoryStore(CellStore[_File]):
             self.close()
             if isinstance(error, ConnectTimeout):
                 raise
+            remedy = out_of_descriptors(error) or (
+                "make it writable for this user, or give another rendezvous"
+            )
             raise TransportUnavailable(
-                f"cannot meet in {self.path}: {error}; make it writable for this user, "
-                "or give another rendezvous"
+                f"cannot meet in {self.path}: {error}; {remedy}"
             ) from error
         except BaseException:
             self.close()
@@ -177,11 +179,11 @@ class DirectoryStore(CellStore[_File]):
 
     def close(self) -> None:
         with self._mutex:
-            fd, self._closed = self._lock_fd, True
-            if fd is None:
+            if self._closed:
                 return
+            fd, self._closed = self._lock_fd, True
             with contextlib.suppress(OSError):  # what stays is swept by the next member
-                if self._is_last(fd):
+                if fd is not None and self._is_last(fd):
                     _remove_files(self.path)
             self.abandon()
             # Not before the lock is closed: NFS keeps the names of open files.
