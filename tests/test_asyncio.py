@@ -78,3 +78,18 @@ def test_aflush_says_how_long_it_waited(pair: Pair) -> None:
         asyncio.run(a.aflush(timeout=0.05))
     a._mesh.publisher.unsettled = unsettled  # type: ignore[method-assign]
     asyncio.run(a.aflush(timeout=10))
+
+
+def test_close_ends_what_waits_though_nothing_comes() -> None:
+    """At once, as it does for the calls that block."""
+
+    async def run(queue: mq.MQ) -> None:
+        task = asyncio.create_task(queue.arecv())
+        while not queue._driver._listeners:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(queue.close, 0)
+        with pytest.raises(mq.Closed):
+            await asyncio.wait_for(task, 10)
+
+    with mq.connect("inproc", group="alone") as queue:
+        asyncio.run(run(queue))

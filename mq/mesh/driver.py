@@ -176,6 +176,8 @@ class Driver(Publishing):
         mesh = self.mesh
         with self.lock:
             self._changes.notify_all()
+            for listener in self._listeners:
+                listener()
             try:
                 self._publisher.close_gates()
                 marks = self._publisher.marks()
