@@ -210,6 +210,7 @@ class BlockingQueue(Membership):
             ValueError: Already subscribed with other options, or a bad argument, also a
                 device that is not there.
         """
+        self._driver.check()
         check_topic(topic)
         if not isinstance(history, History):
             raise TypeError("history is mq.KEEP_ALL or mq.keep_last(n)")

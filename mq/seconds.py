@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from numbers import Real
+from numbers import Integral, Rational, Real
 
 LONGEST = threading.TIMEOUT_MAX / 2
 """Over a hundred years; a lock takes no more than twice that."""
@@ -44,5 +44,9 @@ def deadline_after(timeout: float | None) -> float | None:
 
 
 def _check_type(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is float or type(value) is int:
+        return
+    # A number of NumPy's, but no Fraction, which has no format for messages.
+    whole = isinstance(value, Integral) or not isinstance(value, Rational)
+    if isinstance(value, bool) or not isinstance(value, Real) or not whole:
         raise TypeError(f"{what} is {value!r}, not a number of seconds")

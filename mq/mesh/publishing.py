@@ -52,11 +52,13 @@ class _Way(Enum):
         SENT: Through the connections.
         LAID_OUT: In shared memory, written before anybody is told of it.
         FOLLOWED: In shared memory, and they read it behind the writer.
+        LATER: Not yet: there is no credit.
     """
 
     SENT = 0
     LAID_OUT = 1
     FOLLOWED = 2
+    LATER = 3
 
 
 class Publishing(Waiting):
@@ -106,6 +108,8 @@ class Publishing(Waiting):
             and not frames.areas
         ):
             way = self._way(name, frames, retain, deadline, turns)
+            if way is _Way.LATER:
+                return False
             if way is not _Way.SENT:
                 block, waits = self._take_block(
                     name, frames.nbytes, deadline, turns, way is _Way.FOLLOWED
@@ -236,7 +240,7 @@ class Publishing(Waiting):
                 topic.has_credit()
                 or self._wait_for_credit(topic, frames, deadline, turns)
             ):
-                return _Way.SENT
+                return _Way.LATER
             if (
                 FOLLOWED_BYTES <= frames.nbytes <= _most_followed_bytes()
                 and not retain

@@ -147,6 +147,7 @@ class Waiting(Lead):
             del self._waits[session]
             if session.alive:
                 session.control(wire.WAITING, False)
+                session.pump(time.monotonic(), flush=True)
 
     def _raise_timeout(
         self,
