@@ -374,6 +374,9 @@ class MeshMachine(RuleBasedStateMachine):
             assert held <= subscription.depth + extra
             for source in sources:
                 assert source.granted_messages > source.consumed_messages
+                # Else the last message that there is credit for would bring no more.
+                assert source.grant_at_messages <= source.granted_messages
+                assert source.grant_at_bytes <= source.granted_bytes
 
     @invariant()
     def views_never_change(self) -> None:

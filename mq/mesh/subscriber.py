@@ -177,11 +177,14 @@ class Subscriber:
                     self._tell(subscription, session)
                 elif subscription.keep is None:
                     source.count_again(self.inbox.fifo)
-                    self.grant(source)
+                    # What was granted or asked may not have been sent.
                     if source.asked is None:
                         session.control(wire.CREDIT, [source.credit()])
-                    else:  # it may not have been sent; the answer comes once
+                    else:
                         session.control(wire.RECLAIM, [source.asked])
+            if subscription.keep is None:
+                for source in list(subscription.sources.values()):
+                    self.grant(source)
 
     def unconfirmed(self, subscription: Subscription) -> list[Session]:
         """Peers that have not acknowledged a subscription."""

@@ -152,12 +152,12 @@ class Subscription:
         # What is taken of the others' messages is for them: it is looked at early.
         few, few_bytes = (max(1, part // 4) for part in shares[True])
         for other in (*self.sources.values(), *self.orphans):
-            taken, due = other.consumed_messages, other.grant_at_messages
-            if not taken < due <= taken + few:
-                other.grant_at_messages = taken + few
-            taken, due = other.consumed_bytes, other.grant_at_bytes
-            if not taken < due <= taken + few_bytes:
-                other.grant_at_bytes = taken + few_bytes
+            soon = min(other.consumed_messages + few, other.granted_messages)
+            if not other.consumed_messages < other.grant_at_messages <= soon:
+                other.grant_at_messages = soon
+            soon = min(other.consumed_bytes + few_bytes, other.granted_bytes)
+            if not other.consumed_bytes < other.grant_at_bytes <= soon:
+                other.grant_at_bytes = soon
         return given, self._ask(shares)
 
     @staticmethod
@@ -225,14 +225,15 @@ class Subscription:
         asked = source.asked
         if asked is None or answer.serial != asked.serial:
             return False
-        for wanted, now, before in (
-            (asked.messages, answer.messages, source.granted_messages),
-            (asked.nbytes, answer.nbytes, source.granted_bytes),
-        ):
-            if not min(wanted, before) <= now <= before:
-                raise wire.Malformed(
-                    f"credit of {now} returned, not {wanted}..{before}"
-                )
+        # It may be less than was asked for: of a grant that an exception kept from it.
+        _, arrived, _ = source.arrivals[0]
+        if not arrived <= answer.messages <= source.granted_messages:
+            limits = f"{arrived}..{source.granted_messages}"
+            raise wire.Malformed(f"{answer.messages} messages left, not {limits}")
+        if answer.nbytes > source.granted_bytes:
+            raise wire.Malformed(
+                f"{answer.nbytes} of {source.granted_bytes} bytes left"
+            )
         if answer.messages > asked.messages:
             source.used_messages = answer.messages
         if answer.nbytes > asked.nbytes:
