@@ -178,6 +178,24 @@ def partition_beyond_peer_timeout_starts_a_new_session(group: Group) -> None:
     return None
 
 
+@case("Retain", needs="separate_processes", otherwise=_stream_is_whole)
+def retained_message_cut_off_comes_in_the_next_session(group: Group) -> None:
+    """It was promised when its connection stalled, and had not arrived."""
+    a, b, proxy = group.proxied("a", "b", peer_timeout=PEER_TIMEOUT)
+    if proxy is None:
+        return _stream_between(a, b)
+    a.publish("t", bytes(24 << 20), retain=True)
+    proxy.slow(4 << 20)
+    b.subscribe("t", history=mq.keep_last(1))
+    proxy.stall()
+    wait_until(lambda: _forgotten(a) and _forgotten(b), "both to forget the other")
+    proxy.slow(1e12)
+    proxy.resume()
+    (got,) = b.run(programs.receive, 1)
+    assert (got.topic, got.sequence) == ("t", 0)
+    return None
+
+
 def _forgotten(member: Member) -> bool:
     return bool(member.call("stats")["mesh"]["forgotten"])
 
