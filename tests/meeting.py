@@ -59,25 +59,23 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
+def _limited(resource_: int, most: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource_)
+    resource.setrlimit(resource_, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource_, (soft, hard))
+
+
+def no_descriptors() -> contextlib.AbstractContextManager[None]:
     """This process can open nothing meanwhile."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return _limited(resource.RLIMIT_NOFILE, 3)
 
 
-@contextlib.contextmanager
-def no_space() -> Iterator[None]:
+def no_space() -> contextlib.AbstractContextManager[None]:
     """This process can write nothing into files meanwhile, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return _limited(resource.RLIMIT_FSIZE, 0)
 
 
 def free_port() -> int:

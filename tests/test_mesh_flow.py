@@ -266,32 +266,6 @@ def test_a_later_publisher_gets_what_an_earlier_one_leaves_unused(size: int) -> 
         assert publish_all(world, name, bytes(size)) > 100
 
 
-def test_what_is_published_while_it_is_asked_back_is_kept() -> None:
-    """The question and what uses the credit cross each other on the wire."""
-    world = World("a", "b")
-    b = world["b"]
-    b.subscribe("t", depth=400)
-    world.settle()
-    publish_once(world)
-    world.join("c")
-    world.settle()
-    world.partition("a", "b")
-    assert world["c"].publish("t", b"mine")
-    world.settle()
-    (asked, _) = [s.asked for s in b.mesh.subscriber.topics["t"].sources.values()]
-    assert asked is not None
-    used = publish_all(world, "a")
-    assert used > 300
-    world.heal()
-    world.settle()
-    assert len(b.payloads()) == used + 1
-    world.settle()
-    assert b.mesh.stats.malformed == 0
-    assert publish_all(world, "c") > 100
-    world.settle()
-    assert publish_all(world, "a") > 100
-
-
 def hoarded(unread: int) -> World:
     """`a` has published so much of a window of 400 that is unread; `c` one message."""
     world = World("a", "b")
@@ -303,6 +277,34 @@ def hoarded(unread: int) -> World:
     world.join("c")
     world.settle()
     return world
+
+
+def asked_back(unread: int = 0) -> tuple[World, Source]:
+    """The same, and `b` has asked `a` for credit back, who hears it after `heal`."""
+    world = hoarded(unread)
+    world.partition("a", "b")
+    assert world["c"].publish("t", b"mine")
+    world.settle()
+    b = world["b"]
+    source = b.mesh.subscriber.topics["t"].sources[b.session(world["a"])]
+    assert source.asked is not None
+    return world, source
+
+
+def test_what_is_published_while_it_is_asked_back_is_kept() -> None:
+    """The question and what uses the credit cross each other on the wire."""
+    world, _ = asked_back()
+    b = world["b"]
+    used = publish_all(world, "a")
+    assert used > 300
+    world.heal()
+    world.settle()
+    assert len(b.payloads()) == used + 1
+    world.settle()
+    assert b.mesh.stats.malformed == 0
+    assert publish_all(world, "c") > 100
+    world.settle()
+    assert publish_all(world, "a") > 100
 
 
 def read(world: World, count: int) -> None:
@@ -324,10 +326,7 @@ def test_what_becomes_free_goes_to_who_has_too_little() -> None:
 
 def test_what_the_dead_leave_goes_to_who_has_too_little() -> None:
     """Asked or not, at once or as their messages are read."""
-    world = hoarded(0)
-    world.partition("a", "b")
-    assert world["c"].publish("t", b"mine")
-    world.settle()
+    world, _ = asked_back()
     world.kill("a")
     world.advance(30.0)
     assert publish_all(world, "c") > 300
@@ -389,22 +388,9 @@ def test_an_answer_about_credit_holds_nobody_up_who_leaves() -> None:
 
 def test_nothing_is_granted_while_it_is_asked_back() -> None:
     """The publisher's totals may be going down: what it is told would be too much."""
-    world = World("a", "b")
-    b = world["b"]
-    b.subscribe("t", depth=400)
-    world.settle()
-    publish_once(world)
-    for _ in range(300):
-        assert world["a"].publish("t", b"unread")
-    world.join("c")
-    world.settle()
-    world.partition("a", "b")
-    assert world["c"].publish("t", b"mine")
-    world.settle()
-    source = b.mesh.subscriber.topics["t"].sources[b.session(world["a"])]
+    world, source = asked_back(300)
     before = source.granted_messages
-    assert source.asked is not None
-    assert len(b.payloads()) == 301
+    assert len(world["b"].payloads()) == 301
     assert source.granted_messages == before
     world.heal()
     world.settle()
@@ -415,19 +401,9 @@ def test_nothing_is_granted_while_it_is_asked_back() -> None:
 
 def test_an_answer_is_taken_once_and_must_fit_the_question() -> None:
     """Told again it changes nothing; there is no more left than was granted."""
-    world = World("a", "b")
-    b = world["b"]
-    b.subscribe("t", depth=400)
-    world.settle()
-    publish_once(world)
-    world.join("c")
-    world.settle()
-    world.partition("a", "b")
-    assert world["c"].publish("t", b"mine")
-    world.settle()
-    session = b.session(world["a"])
-    subscriber = b.mesh.subscriber
-    source = subscriber.topics["t"].sources[session]
+    world, source = asked_back()
+    session = source.session
+    subscriber = world["b"].mesh.subscriber
     asked = source.asked
     assert asked is not None
     before = source.granted_messages
