@@ -13,12 +13,23 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
-from mq.mesh.incoming import Entry, Item, Returned, Run, Source
+from mq.errors import MessagesLost
+from mq.mesh.incoming import Entry, Run, Source
 from mq.mesh.subscription import Subscription
 
 AHEAD_BYTES: Final = 32 * 1024
 """How much is decoded ahead at most."""
 Prepare = Callable[[Run, int, int], Sequence[Any]]
+
+
+class Returned(NamedTuple):
+    """What a call took and could not hand out, because it was interrupted."""
+
+    item: Any
+
+
+Item = Run | Source | MessagesLost | Returned
+"""What waits in the inbox; a Source stands for the oldest message it keeps."""
 
 
 class Prepared(NamedTuple):

@@ -11,10 +11,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.borrowing import Key, Returns, arm, is_borrowed
-from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.large import Take
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from mq.devices import Piece
     from mq.frames import Spread
     from mq.mesh.copying import Copies, Copying
+    from mq.mesh.inbox import Item
     from mq.mesh.session import Session
     from mq.mesh.subscription import Subscription
 
@@ -396,13 +396,3 @@ class Arrivals(NamedTuple):
     newest: int
     messages: int
     nbytes: int
-
-
-class Returned(NamedTuple):
-    """What a call took and could not hand out, because it was interrupted."""
-
-    item: Any
-
-
-Item = Run | Source | MessagesLost | Returned
-"""What waits in the inbox; a Source stands for the oldest message it keeps."""

@@ -29,7 +29,12 @@ from typing import Final, NamedTuple
 
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
 from mq.process import out_of_descriptors
-from mq.rendezvous.paths import make_private, safe_name
+from mq.rendezvous.paths import (
+    make_private,
+    remove_files,
+    remove_if_deserted,
+    safe_name,
+)
 from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
 from mq.rendezvous.store import CellStore, WarnOnce
 
@@ -184,7 +189,7 @@ class DirectoryStore(CellStore[_File]):
             fd, self._closed = self._lock_fd, True
             with contextlib.suppress(OSError):  # what stays is swept by the next member
                 if fd is not None and self._is_last(fd):
-                    _remove_files(self.path)
+                    remove_files(self.path)
             self.abandon()
             # Not before the lock is closed: NFS keeps the names of open files.
             with contextlib.suppress(OSError):
@@ -209,7 +214,7 @@ class DirectoryStore(CellStore[_File]):
             with contextlib.suppress(OSError):  # in use, or no directory of a group
                 age = time.time() - os.lstat(os.path.join(path, "lock")).st_mtime
                 if path != self.path and age > SWEEP_SECONDS:
-                    _remove_if_deserted(path)
+                    remove_if_deserted(path)
 
     def abandon(self) -> None:
         fd, self._lock_fd = self._lock_fd, None
@@ -375,24 +380,6 @@ class DirectoryStore(CellStore[_File]):
                 if os.path.dirname(path) == self.path:
                     if stat.S_ISSOCK(os.lstat(path).st_mode):
                         os.unlink(path)
-
-
-def _remove_if_deserted(path: str) -> None:
-    lock = os.path.join(path, "lock")
-    fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.lstat(lock)):
-            _remove_files(path)
-    finally:
-        os.close(fd)
-    os.rmdir(path)
-
-
-def _remove_files(path: str) -> None:
-    for name in sorted(os.listdir(path), key="lock".__eq__):  # the lock comes last
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(path, name))
 
 
 def _hash(name: str) -> str:

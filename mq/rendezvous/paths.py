@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -63,3 +64,27 @@ def make_private(path: str) -> None:
         f"the rendezvous directory {path} {problem}; remove it, or set XDG_RUNTIME_DIR "
         "or TMPDIR to a directory of your own"
     )
+
+
+def remove_if_deserted(path: str) -> None:
+    """Remove a group's directory of which nobody holds the lock.
+
+    Raises:
+        OSError: It is in use, or no directory of a group.
+    """
+    lock = os.path.join(path, "lock")
+    fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.lstat(lock)):
+            remove_files(path)
+    finally:
+        os.close(fd)
+    os.rmdir(path)
+
+
+def remove_files(path: str) -> None:
+    """Empty a group's directory, as far as that can be done."""
+    for name in sorted(os.listdir(path), key="lock".__eq__):  # the lock comes last
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(path, name))
