@@ -7,6 +7,8 @@ had just handed over. So it waits until `mq.speed.Lock` is released, which calls
 before they wait for anything; if that takes over a second, the next signal does not
 wait.
 
+Nor does every signal wake the main thread: see `attentive`.
+
 Without the compiled part handlers run wherever they are: the mesh then drops the
 connections that may have been left in the middle of a message, and begins them again.
 """
@@ -14,9 +16,16 @@ connections that may have been left in the middle of a message, and begins them 
 from __future__ import annotations
 
 import signal
-from typing import Final
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from mq.speed import hold_signals
+
+LOOK_SECONDS: Final = 0.1
+"""How long the main thread sleeps in one piece."""
+T = TypeVar("T")
 
 _OWN: Final = ("SEGV", "BUS", "FPE", "ILL", "ABRT", "TRAP", "SYS", "KILL", "STOP")
 """What a thread does to itself cannot wait, and two have no handlers."""
@@ -32,3 +41,31 @@ def hold() -> None:
     installed later is held from the next call on, or within 20 ms.
     """
     hold_signals(_MAY_WAIT, [n for n in _MAY_WAIT if callable(signal.getsignal(n))])
+
+
+def attentive(wait: Callable[[float | None], T], timeout: float | None) -> T:
+    """Wait so that a signal's handler runs soon, whenever the signal comes.
+
+    The kernel ends the main thread's sleep for a signal, but not for one that comes
+    just before the sleep begins, or that another thread takes. So that thread wakes up
+    now and then, which runs the handlers of signals that have come.
+
+    Args:
+        wait: Waits so many seconds, None: for ever. What it returns is false if that
+            was in vain.
+        timeout: How long in all.
+
+    Returns:
+        What `wait` returned last.
+    """
+    if timeout is not None and timeout <= LOOK_SECONDS:
+        return wait(timeout)
+    if threading.get_ident() != threading.main_thread().ident:
+        return wait(timeout)
+    until = float("inf") if timeout is None else time.monotonic() + timeout
+    left = until
+    while left > LOOK_SECONDS:
+        if found := wait(LOOK_SECONDS):
+            return found
+        left = until - time.monotonic()
+    return wait(max(0.0, left))

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
+from mq.signals import attentive
 from mq.speed import Lock
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,8 @@ class _Work(Generic[T]):
 
     def wait(self) -> None:
         """Until there is a result, or an error; once."""
-        self._result_is_there.acquire()
+        acquire = self._result_is_there.acquire
+        attentive(lambda seconds: acquire(timeout=seconds or -1), None)
         self._join_threads()
 
     def abandon(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from interrupter import Interrupter
 from mq import signals, speed
 from mq.mesh import lead as lead_module
 from mq.mesh.lead import IDLE_SECONDS, Changes, Lead
+from mq.mesh.poller import Poller
 
 
 class CountingPoller:
@@ -144,6 +146,41 @@ def test_a_keeper_that_naps_is_told_of_a_turn_that_ended_early(lead: Lead) -> No
     lead._nudge()
     assert lead._bell.acquire(timeout=0)
     assert lead._batch_at == 0.0
+
+
+@pytest.mark.parametrize("where", ["leading", "following"])
+def test_an_interrupt_that_does_not_wake_who_sleeps_is_seen_soon(
+    lead: Lead, where: str
+) -> None:
+    """It came just before the sleep, or another thread took it, as here."""
+    poller = lead.poller = Poller()
+    main = threading.get_ident()
+    seen, late = threading.Event(), threading.Event()
+
+    def take() -> None:
+        while sys._current_frames()[main].f_code.co_name not in ("_look", "wait"):
+            time.sleep(0)
+        with lead.lock:  # it is asleep
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        if not seen.wait(5.0):
+            late.set()
+        with lead.lock:
+            lead._changes.notify_all()
+            poller.wake()
+
+    calls = {
+        "leading": lambda: lead._wait_for_events(60.0, 0.0, main),
+        "following": lambda: lead._changes.wait(60.0),
+    }
+    thread = threading.Thread(target=take)
+    with lead.lock:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            calls[where]()
+        seen.set()
+    thread.join()
+    poller.close()
+    assert not late.is_set()
 
 
 class InterruptedLock:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import mq
+from mq import signals
 from mq.mesh import poller as module
 from mq.mesh.poller import SPIN_SECONDS, Poller
 
@@ -57,6 +58,7 @@ def poller(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedPoller]:
     made.spins = True
     clock: Any = type("Clock", (), {"monotonic": made.monotonic})
     monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(signals, "time", clock)
     yield made
     made.close()
 

@@ -7,13 +7,17 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
+from collections.abc import Callable
 
 import pytest
 
 from mq import undisturbed as module
 from mq.undisturbed import Stopper, undisturbed
 
+SLEEPERS = ("wait", "<lambda>")
+"""What a thread is in, of the module, that waits for the work."""
 colour: contextvars.ContextVar[str] = contextvars.ContextVar("colour")
 
 
@@ -23,6 +27,18 @@ def fail() -> int:
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_here() -> None:
+    """One that this thread takes, and that does not wake the one that sleeps."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while True:
+        code = sys._current_frames()[main].f_code
+        if code.co_filename == module.__file__ and code.co_name in SLEEPERS:
+            break
+        time.sleep(0)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
 
 def test_it_returns_what_the_work_returns_and_raises_what_it_raises() -> None:
@@ -111,7 +127,10 @@ def test_only_the_main_thread_needs_another_one() -> None:
     assert found == [True]
 
 
-def test_an_interrupt_ends_the_call_and_the_work_is_undone_when_it_ends() -> None:
+@pytest.mark.parametrize("interrupt", [interrupt, interrupt_here])
+def test_an_interrupt_ends_the_call_and_the_work_is_undone_when_it_ends(
+    interrupt: Callable[[], None],
+) -> None:
     """It is told so."""
     ends, undone, told = threading.Event(), list[str](), list[str]()
     stopper = Stopper()

@@ -49,6 +49,9 @@ class Changes(threading.Condition):
         self._waits = threading.local()  # how far each thread's is, as `give_up` has it
 
     def wait(self, timeout: float | None = None) -> bool:
+        return signals.attentive(self._wait, timeout)
+
+    def _wait(self, timeout: float | None) -> bool:
         given: deque[object] = deque()
         self._waits.given = given
         try:

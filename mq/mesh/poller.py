@@ -9,6 +9,8 @@ import threading
 import time
 from typing import Final
 
+from mq.signals import attentive
+
 SPIN_SECONDS: Final = 400e-6
 """How long a wait looks again and again before it sleeps."""
 _LONGEST_PAUSE: Final = 256
@@ -122,11 +124,11 @@ class Poller:
 
     def _wait(self, timeout: float | None, spin: bool) -> list[int]:
         if not spin:
-            return self._look(timeout)
+            return attentive(self._look, timeout)
         began = time.monotonic()
         ready = [] if self._short_waits_left else self._spin(timeout, began)
         if not ready:
-            ready = self._look(timeout)
+            ready = attentive(self._look, timeout)
             if ready and time.monotonic() - began < SPIN_SECONDS:
                 self._short_waits_left = max(0, self._short_waits_left - 1)
         return ready

@@ -11,6 +11,7 @@ from mq.testing.suite import (  # isort: skip  (the order of the contract)
     faults,
     lifetime,
     calls,
+    waits,
     interrupts,
     edges,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "faults",
     "lifetime",
     "calls",
+    "waits",
     "interrupts",
     "edges",
 ]

@@ -1,0 +1,185 @@
+"""Interrupt: Ctrl-C while a call waits."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mq
+from mq.testing import programs
+from mq.testing.cases import case
+from mq.testing.harness import Group
+from mq.testing.member import Member
+from mq.testing.waiting import STEP, wait_until
+
+
+def _full_pair(backend: str, options: dict[str, Any]) -> tuple[mq.MQ, mq.MQ, int]:
+    writer = mq.connect(backend, name="writer", **options)
+    reader = mq.connect(backend, name="reader", **options)
+    reader.subscribe("t", depth=1)
+    return writer, reader, programs.fill(writer, "t")
+
+
+def _publish_a_loan(writer: mq.MQ) -> None:
+    with writer.loan("t", (4,), "u1") as array:
+        array[:] = 1
+
+
+def _waits(writer: mq.MQ, reader: mq.MQ, call: str) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "recv": writer.recv,
+        "publish": lambda: writer.publish("t", "interrupted"),
+        "loan": lambda: _publish_a_loan(writer),
+        "wait_for_members": lambda: writer.wait_for_members(9, timeout=None),
+        "wait_for_subscribers": lambda: writer.wait_for_subscribers(
+            "t", 9, timeout=None
+        ),
+    }
+    calls[call]()
+
+
+def _interrupted(worker: Any, call: str) -> float:
+    """The time, by the clock of all processes, when a waiting call was interrupted."""
+    writer, reader, _ = worker.queue
+    try:
+        _waits(writer, reader, call)
+    except KeyboardInterrupt:
+        return time.monotonic()
+    raise AssertionError(f"{call} ended by itself")
+
+
+def _make_full_pair(worker: Any, backend: str, options: dict[str, Any]) -> None:
+    worker.queue = _full_pair(backend, options)
+
+
+def _main_thread_waits(worker: Any) -> bool:
+    """Whether the worker's main thread waits inside the library."""
+    names = _calls_of(threading.main_thread())
+    return not names.isdisjoint(("_waits", "_waits_in_close")) and _sleeps()
+
+
+def _calls_of(thread: threading.Thread) -> set[str]:
+    frame = sys._current_frames().get(thread.ident or 0)
+    names = set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
+
+
+def _sleeps() -> bool:
+    with open("/proc/self/stat") as file:  # of the main thread
+        return file.read().rpartition(")")[2].split()[0] == "S"
+
+
+def _check_after_interrupts(worker: Any) -> None:
+    writer, reader, filled = worker.queue
+    worker.queue = None
+    programs.receive(reader, filled)
+    writer.publish("t", "next", timeout=STEP)
+    (message,) = programs.receive(reader, 1)
+    assert (message.digest, message.sequence) == ("next", filled)
+    reader.close()
+    writer.close()
+
+
+def _take_interrupt(worker: Any) -> None:
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+
+def _interrupt_elsewhere(host: Member) -> None:
+    host.ask(_take_interrupt, worker_main=False).result()
+
+
+def _interrupt(
+    host: Member,
+    call: Callable[..., float],
+    *args: object,
+    interrupt: Callable[[Member], None] = Member.interrupt,
+) -> float:
+    """Interrupt a call once it waits; the seconds until it has ended."""
+    waiting = host.ask(call, *args)
+    asks = host.ask(_main_thread_waits, worker_main=False)
+    while not asks.result():
+        asks = host.ask(_main_thread_waits, worker_main=False)
+    sent = time.monotonic()
+    interrupt(host)
+    return float(waiting.result()) - sent
+
+
+def _interrupt_each_call(host: Member, interrupt: Callable[[Member], None]) -> None:
+    calls = ("recv", "publish", "loan", "wait_for_members", "wait_for_subscribers")
+    taken = [_interrupt(host, _interrupted, c, interrupt=interrupt) for c in calls]
+    assert max(taken) < 0.5, dict(zip(calls, taken, strict=True))
+
+
+@case("Interrupt")
+def interrupt_ends_every_waiting_call(group: Group) -> None:
+    """Within half a second, and an interrupted `publish` did nothing."""
+    host = group.process("host")
+    host.ask(_make_full_pair, group.backend, group.options()).result()
+    _interrupt_each_call(host, Member.interrupt)
+    host.ask(_check_after_interrupts).result()
+
+
+def _read_in_a_thread(worker: Any) -> None:
+    writer, _, _ = worker.queue
+
+    def read() -> None:
+        with contextlib.suppress(mq.Closed):
+            writer.recv()
+
+    thread = threading.Thread(target=read, name="mq-test-reader", daemon=True)
+    thread.start()
+    wait_until(lambda: "recv" in _calls_of(thread), "the other thread's recv")
+
+
+@case("Interrupt")
+def interrupt_that_does_not_wake_the_call_ends_it_too(group: Group) -> None:
+    """One that comes just before the call falls asleep, or that another thread takes.
+
+    Handlers run in the main thread, but only a signal which comes as that sleeps, and
+    which that takes, ends its sleep.
+    """
+    host = group.process("host")
+    host.ask(_make_full_pair, group.backend, group.options()).result()
+    _interrupt_each_call(host, _interrupt_elsewhere)
+    host.ask(_read_in_a_thread).result()  # which looks after the engine from now on
+    _interrupt_each_call(host, _interrupt_elsewhere)
+    host.ask(_check_after_interrupts).result()
+
+
+def _waits_in_close(queue: mq.MQ) -> None:
+    queue.close(linger=STEP)
+
+
+def _interrupted_in_close(worker: Any) -> float:
+    """The time, by the clock of all processes, when `close` was interrupted."""
+    try:
+        _waits_in_close(worker.queue)
+    except KeyboardInterrupt:
+        return time.monotonic()
+    raise AssertionError("close ended by itself")
+
+
+def _close_beside_a_full_peer(group: Group) -> None:
+    """Where members are threads, none can hang; what it has not read keeps nobody."""
+    a, b = group.members("a", "b")
+    b.subscribe("t", depth=1)
+    a.run(programs.fill, "t")
+    a.call("close", linger=0.0)
+
+
+@case("Interrupt", needs="separate_processes", otherwise=_close_beside_a_full_peer)
+def interrupt_ends_close_though_a_peer_hangs(group: Group) -> None:
+    """Within half a second, and nothing of the queue is left."""
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    b.stop()
+    a.publish("t", "never read")
+    assert _interrupt(a, _interrupted_in_close) < 0.5
