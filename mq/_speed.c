@@ -28,7 +28,7 @@
 
 static const char PREFIX[4] = {'M', 'Q', 1, 0}; /* mq.frames.PLAIN */
 #define LARGE (64 * 1024)                       /* mq.extensions.LARGE */
-#define MOST_LEVELS 16                          /* deeper ones are left to the twin */
+#define MOST_LEVELS 16                          /* mq.plain.MOST_LEVELS */
 
 /* -- plain messages: encoding ---------- */
 
@@ -167,25 +167,63 @@ put_leaf(Buffer *out, PyObject *value)
     return -1;
 }
 
+/* Before each of so many elements, or pairs, of a list or dict. */
 static int
-put_dict(Buffer *out, PyObject *dict)
+put_count(Buffer *out, Py_ssize_t count, unsigned char few, unsigned char many)
 {
-    PyObject *key, *value;
-    Py_ssize_t at = 0, count = PyDict_GET_SIZE(dict);
-    int failed;
     if (count < 16)
-        failed = put_number(out, 0x80 | (unsigned char)count, 0, 0);
-    else if (count <= UINT16_MAX)
-        failed = put_number(out, 0xde, count, 2);
-    else
-        return -1;
-    while (!failed && PyDict_Next(dict, &at, &key, &value))
-        failed = put_leaf(out, key) < 0 || put_leaf(out, value) < 0;
-    return failed ? -1 : 0;
+        return put_number(out, few | (unsigned char)count, 0, 0);
+    return count <= UINT16_MAX ? put_number(out, many, count, 2) : -1;
 }
 
-/* The area of a leaf or a dict of leaves; NULL without an exception: it is another
-   payload. */
+static int
+put_bytes(Buffer *out, PyObject *value)
+{
+    Py_ssize_t size = PyBytes_GET_SIZE(value);
+    int failed = size <= UINT8_MAX    ? put_number(out, 0xc4, size, 1)
+                 : size <= UINT16_MAX ? put_number(out, 0xc5, size, 2)
+                                      : -1;
+    unsigned char *place = failed ? NULL : extend(out, size);
+    if (place == NULL)
+        return -1;
+    memcpy(place, PyBytes_AS_STRING(value), size);
+    return 0;
+}
+
+static int put_value(Buffer *out, PyObject *value, int levels);
+
+static int
+put_list(Buffer *out, PyObject *list, int levels)
+{
+    int failed = put_count(out, PyList_GET_SIZE(list), 0x90, 0xdc);
+    for (Py_ssize_t n = 0; !failed && n < PyList_GET_SIZE(list); n++)
+        failed = put_value(out, PyList_GET_ITEM(list, n), levels);
+    return failed;
+}
+
+static int
+put_dict(Buffer *out, PyObject *dict, int levels)
+{
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    int failed = put_count(out, PyDict_GET_SIZE(dict), 0x80, 0xde);
+    while (!failed && PyDict_Next(dict, &at, &key, &value))
+        failed = put_leaf(out, key) < 0 ? -1 : put_value(out, value, levels);
+    return failed;
+}
+
+/* -1 without an exception: it is of a kind left to the twin. `levels` are around it. */
+static int
+put_value(Buffer *out, PyObject *value, int levels)
+{
+    if (PyList_CheckExact(value))
+        return levels < MOST_LEVELS ? put_list(out, value, levels + 1) : -1;
+    if (PyDict_CheckExact(value))
+        return levels < MOST_LEVELS ? put_dict(out, value, levels + 1) : -1;
+    return PyBytes_CheckExact(value) ? put_bytes(out, value) : put_leaf(out, value);
+}
+
+/* The area of plain data; NULL without an exception: it is another payload. */
 static PyObject *
 plain_area(PyObject *payload)
 {
@@ -195,9 +233,7 @@ plain_area(PyObject *payload)
     out.size = sizeof PREFIX;
     memcpy(out.bytes, PREFIX, sizeof PREFIX);
     PyObject *area = NULL;
-    int failed
-        = PyDict_CheckExact(payload) ? put_dict(&out, payload) : put_leaf(&out, payload);
-    if (!failed && out.size < LARGE)
+    if (put_value(&out, payload, 0) == 0 && out.size < LARGE)
         area = PyBytes_FromStringAndSize((const char *)out.bytes, out.size);
     if (out.bytes != out.first)
         PyMem_Free(out.bytes);

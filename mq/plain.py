@@ -1,4 +1,4 @@
-"""Plain messages: payloads that msgpack holds as they are. Most are one small dict.
+"""Plain messages: payloads that msgpack holds as they are, such as a small dict.
 
 `mq.codec.Codec` takes every payload; this is the short way of those that come by the
 hundred thousand. The compiled twins of `encode_plain` and `decode_run` are in
@@ -19,6 +19,8 @@ from mq.errors import CodecError
 from mq.message import Message
 from mq.unpacking import check_depth
 
+MOST_LEVELS: Final = 16
+"""Of lists and dicts in one another; `mq.packing` takes deeper ones."""
 _NBYTES: Final = len(frames.PLAIN)
 _PREFIX: Final = list(frames.PLAIN)
 _STRIDE: Final = _NBYTES + 1
@@ -36,16 +38,11 @@ _decode: Final = msgspec.msgpack.Decoder(ext_hook=_refuse_extension).decode
 
 
 def encode_plain(payload: Any) -> bytes | None:
-    """The whole area of a leaf, or of a dict of a few; None: it is another payload.
+    """The whole area of plain data, if there is little of it; None: another payload.
 
     It takes one call of msgspec.
     """
-    kind = type(payload)
-    if kind in packing.LEAVES or (
-        kind is dict
-        and _leaves_only(map(type, payload.values()))
-        and _leaves_only(map(type, payload))
-    ):
+    if _holds_plain(payload, 0):
         try:
             header = frames.PLAIN + _encode(payload)
         except (OverflowError, UnicodeEncodeError):
@@ -53,6 +50,24 @@ def encode_plain(payload: Any) -> bytes | None:
         if len(header) < ext.LARGE:
             return header
     return None
+
+
+def _holds_plain(value: Any, levels: int) -> bool:
+    """Whether msgpack has the types of all that is in it; `levels` are around it."""
+    kind = type(value)
+    if kind is dict:
+        if not _leaves_only(map(type, value)):
+            return False
+        inner = value.values()
+    elif kind is list:
+        inner = value
+    else:
+        return kind in packing.LEAVES or kind is bytes
+    if levels >= MOST_LEVELS:
+        return False
+    if _leaves_only(map(type, inner)):  # most are
+        return True
+    return all(_holds_plain(item, levels + 1) for item in inner)
 
 
 def is_plain(area: memoryview) -> bool:

@@ -19,11 +19,14 @@ from hypothesis import strategies as st
 
 from mq import buffers, plain, speed
 from mq import extensions as ext
+from mq.codec import Codec
+from mq.errors import CodecError
 from mq.frames import PLAIN, TABLED
 from mq.mesh import gate as gates
 from mq.message import Message
 from mq.testing.worker import resident_bytes
 
+CODEC = Codec()
 needs_compiled = pytest.mark.skipif(
     not speed.COMPILED,
     reason="mq._speed is not there: installed without a compiler, or MQ_COMPILED=0",
@@ -63,6 +66,18 @@ class Text(str):
     """Not exactly a str, and weakly referable."""
 
 
+class Items(list[int]):
+    """Not exactly a list."""
+
+
+def nested(levels: int) -> Any:
+    """Lists and dicts, in turn, in one another."""
+    inner: Any = None
+    for level in range(levels):
+        inner = {"in": inner} if level % 2 else [inner]
+    return inner
+
+
 def test_the_environment_can_ask_for_python() -> None:
     """To see whether a fault lies in what is compiled."""
     code = (
@@ -88,6 +103,14 @@ def test_the_same_bytes(payload: Any) -> None:
     assert speed.encode_plain(payload) == plain.encode_plain(payload)
 
 
+@given(payloads)
+@settings(max_examples=200)
+def test_the_short_way_encodes_as_the_long_one(payload: Any) -> None:
+    """A receiver sees no difference."""
+    area = speed.encode_plain(payload)
+    assert area in (None, CODEC._encode_plainly(payload).header)
+
+
 @needs_compiled
 @pytest.mark.parametrize(
     "payload",
@@ -96,6 +119,22 @@ def test_the_same_bytes(payload: Any) -> None:
         (1, 2),
         {"a": (1,)},
         {"a": b"x"},
+        {b"x": "a"},
+        b"x" * 255,
+        b"x" * 256,
+        [b"x" * (ext.LARGE - len(PLAIN) - 4)],
+        [b"x" * (ext.LARGE - len(PLAIN) - 5)],
+        b"x" * ext.LARGE,
+        bytearray(b"x"),
+        [1, [2, (3,)]],
+        [[[]], {"a": [{}]}] * 8,
+        [None] * 15,
+        [None] * 16,
+        [None] * 65_519,
+        [None] * 70_000,
+        nested(plain.MOST_LEVELS),
+        nested(plain.MOST_LEVELS + 1),
+        Items([1]),
         {(1,): 1},
         Text("x"),
         {"a": Text("x")},
@@ -111,8 +150,18 @@ def test_the_same_bytes(payload: Any) -> None:
     ids=lambda payload: str(payload)[:30].encode("ascii", "replace").decode(),
 )
 def test_the_same_bytes_at_the_edges(payload: Any) -> None:
-    """Subclasses, lone surrogates, and what is just too large."""
+    """Subclasses, lone surrogates, and what is just too large or nested too deep."""
     assert speed.encode_plain(payload) == plain.encode_plain(payload)
+
+
+@needs_compiled
+def test_what_contains_itself_is_left_to_who_says_so() -> None:
+    """By both."""
+    payload: list[Any] = [1]
+    payload.append({"again": payload})
+    assert speed.encode_plain(payload) is plain.encode_plain(payload) is None
+    with pytest.raises(CodecError, match="contains itself"):
+        CODEC.encode(payload)
 
 
 Decode = Callable[..., list[Message]]
