@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 DEFAULT_DEPTH = 1000
 DEFAULT_WINDOW_BYTES = 256 << 20
+MOST_AHEAD = 16
+"""Messages with arrays, tensors and the like that `recv` decodes ahead at most."""
 MAX_CREDIT = 2**62
 """What more stands for, as credit is sent in totals of 63 bits."""
+_new_message = tuple.__new__
 
 
 class BlockingQueue(Membership):
@@ -53,6 +56,7 @@ class BlockingQueue(Membership):
         self._lock = self._driver.lock
         self._encode = codec.encode
         self._decode = codec.decode
+        self._decode_ahead = codec.decode_ahead
         self._decode_run = speed.decode_run
         self._settle = borrowing.settle
         self._inbox.prepare = self._prepare
@@ -304,20 +308,34 @@ class BlockingQueue(Membership):
         return self._message(item)  # type: ignore[arg-type]
 
     def _prepare(self, run: Run, start: int, stop: int) -> list[Message]:
-        """Decode plain messages of a run, several at once; called under the lock."""
+        """Decode messages of a run, several at once; called under the lock."""
         # What is in part on devices comes in a run of its own, which is not prepared.
         areas = cast("list[memoryview]", run.areas[start:stop])
         source = run.source
+        subscription = source.subscription
         peer = source.session.peer
-        return self._decode_run(
-            Message,
-            source.subscription.topic,
-            peer.name,
-            peer.incarnation,
-            run.first + start,
-            run.times[start:stop],
-            areas,
-        )
+        topic, name, life = subscription.topic, peer.name, peer.incarnation
+        first, times = run.first + start, run.times[start:stop]
+        messages = self._decode_run(Message, topic, name, life, first, times, areas)
+        if messages or subscription.device is not None:
+            return messages
+        for area, published_at in zip(areas[:MOST_AHEAD], times, strict=False):
+            payload = self._decode_early(area) if source.ahead else ()
+            if not payload:
+                source.ahead = bool(messages)
+                break
+            sequence = first + len(messages)
+            fields = (topic, payload[0], name, sequence, life, published_at, len(area))
+            messages.append(_new_message(Message, fields))
+        return messages
+
+    def _decode_early(self, area: memoryview) -> tuple[Any, ...]:
+        if not area.readonly:  # it does not lie in a batch
+            return ()
+        try:
+            return self._decode_ahead(self._settle(area, self._pool, False)[0])
+        except MemoryError:
+            return ()
 
     def _message(self, entry: Entry) -> Message:
         source, sequence, published_at, area = entry

@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from mq.buffers import Pool, copy
+from mq.frames import has_buffers
 from mq.mappings import address, discard, map_descriptor
 
 Take = Callable[[int], memoryview]
@@ -334,7 +335,7 @@ def settle(area: memoryview, pool: Pool, zero_copy: bool) -> tuple[memoryview, b
     if isinstance(lease, _Borrowed) and zero_copy:
         lease.ending.shown = True
         return area, True
-    if isinstance(lease, _Borrowed) or (area.readonly and nbytes > 3 and area[3]):
+    if isinstance(lease, _Borrowed) or (area.readonly and has_buffers(area)):
         # It has buffers and lies in a batch, or it belongs to the publisher.
         own = pool.take(nbytes)
         copy(area, own)

@@ -27,6 +27,15 @@ __all__ = ["Codec", "add_safe_types"]
 # The opcode of a long string and the first bytes of a length of at least 64 KiB.
 _STR32: Final = re.compile(rb"\xdb(?=\x00[^\x00]|[^\x00])", re.DOTALL)
 _NOTHING: Final[frozenset[str]] = frozenset()
+_MALFORMED: Final = (
+    ArithmeticError,
+    CodecError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""What decoding may raise."""
 _encode = packing.encode
 
 
@@ -163,25 +172,8 @@ class Codec:
             CodecError: It is malformed.
             UntrustedPayload: It needs a type or the permission that is missing here.
         """
-        apart: Sequence[Landing] = ()
-        if isinstance(area, Spread):
-            apart = area.areas
-            area = area.host
         try:
-            if is_plain(area) and not apart:
-                return decode_plain(area)
-            if not apart and device is None:
-                known = repeated.decode(area)
-                if known is not None:
-                    return known
-            skeleton, buffers, areas = frames.split(area, apart)
-            if read_only:  # another process could change it while it is looked at
-                skeleton = memoryview(bytes(skeleton))
-            unpacker = Unpacker(buffers, self._allow_pickle, device, read_only, areas)
-            payload = unpacker.unpack(skeleton)
-            if not apart:
-                repeated.learn(area, payload, self._encode_plainly)
-            return payload
+            return self._decode(area, device, read_only)
         except CodecError:
             raise
         except (ArithmeticError, TypeError, ValueError, struct.error) as error:
@@ -190,3 +182,46 @@ class Codec:
             raise CodecError(
                 "a message is nested too deep for the stack that is left here"
             ) from error
+
+    def decode_ahead(self, area: memoryview) -> tuple[Any, ...]:
+        """The payload of a message, if that runs no code of the application's.
+
+        Args:
+            area: As for `decode`.
+
+        Returns:
+            Only the payload; nothing where `decode` is to do it, or to say what is
+            the matter.
+        """
+        try:
+            return (self._decode(area, None, False, ahead=True),)
+        except _MALFORMED:
+            return ()
+
+    def _decode(
+        self,
+        area: memoryview | Spread,
+        device: str | None,
+        read_only: bool,
+        ahead: bool = False,
+    ) -> Any:
+        apart: Sequence[Landing] = ()
+        if isinstance(area, Spread):
+            apart = area.areas
+            area = area.host
+        if is_plain(area) and not apart:
+            return decode_plain(area)
+        if not apart and device is None:
+            known = repeated.decode(area)
+            if known is not None:
+                return known
+        skeleton, buffers, areas = frames.split(area, apart)
+        if read_only:  # another process could change it while it is looked at
+            skeleton = memoryview(bytes(skeleton))
+        unpacker = Unpacker(
+            buffers, self._allow_pickle, device, read_only, areas, ahead
+        )
+        payload = unpacker.unpack(skeleton)
+        if not apart:
+            repeated.learn(area, payload, self._encode_plainly)
+        return payload

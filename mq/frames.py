@@ -34,6 +34,7 @@ MAX_SKELETON_BYTES: Final = 2**32 - 1
 
 _PADS: Final = tuple(bytes(n) for n in range(ALIGNMENT))
 _TABLE = struct.Struct("<4sII")  # prefix, bytes of skeleton, number of buffers
+_NONE = bytes(4)  # that many buffers
 _AREAS = struct.Struct("<I")  # how many of these are areas, in a spread message
 
 
@@ -82,6 +83,15 @@ class Frames(NamedTuple):
             )
         for start, piece in self.segments():
             area[start : start + piece.nbytes] = piece
+
+    def packed(self) -> Frames:
+        """The same message without areas, in one piece: its header, with pads of zero.
+
+        Without a copy where there are no buffers.
+        """
+        if not self.buffers:
+            return self
+        return Frames(self.pack(), (), self.nbytes, self.needs)
 
     def pack(self) -> bytes:
         """The area as bytes, pads zero; without a copy where there are no buffers."""
@@ -152,6 +162,11 @@ def assemble(
     for size in sizes:
         end = align(end) + size
     return Frames(header, buffers, end, needs, areas)
+
+
+def has_buffers(area: memoryview) -> bool:
+    """Whether a message may have any; else it can be anywhere in memory."""
+    return len(area) > 3 and area[3] != PLAIN[3] and area[8:12] != _NONE
 
 
 def header_bytes(area: memoryview, most: int) -> int:

@@ -26,6 +26,7 @@ class Unpacker:
     Attributes:
         device: Where tensors go; None leaves them views of the message.
         read_only: Whether arrays must be.
+        ahead: Whether what runs code of the application's is refused.
     """
 
     __slots__ = (
@@ -36,6 +37,7 @@ class Unpacker:
         "_ends",
         "_states",
         "_taken",
+        "ahead",
         "device",
         "read_only",
     )
@@ -47,8 +49,10 @@ class Unpacker:
         device: str | None,
         read_only: bool = False,
         areas: Sequence[Any] = (),
+        ahead: bool = False,
     ) -> None:
         self.device = device
+        self.ahead = ahead
         self.read_only = read_only
         self._allow_pickle = allow_pickle
         self._buffers = buffers
@@ -164,8 +168,13 @@ class Unpacker:
             raise CodecError(f"extension type {code} is unknown to this member")
         return unpack(self, body)
 
+    def _see_that_it_may_run_code(self) -> None:
+        if self.ahead:
+            raise CodecError("it is decoded by code of the application's")
+
     def unpack_object(self, body: memoryview) -> Any:
         """An object of a registered type."""
+        self._see_that_it_may_run_code()
         name, state, *rest = self.decode_list(body, 2)
         entry = safe_types.by_name(name)
         if entry is None:
@@ -186,6 +195,7 @@ class Unpacker:
 
     def unpack_pickle(self, body: memoryview) -> Any:
         """An arbitrary object, of a sender that this process trusts."""
+        self._see_that_it_may_run_code()
         if not self._allow_pickle:
             raise UntrustedPayload(
                 "the payload has a pickled object, which this member does not accept: "

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mq.errors import CodecError
-from mq.frames import ALIGNMENT, PLAIN, TABLED, Frames, align, assemble, split
+from mq.frames import (
+    ALIGNMENT,
+    PLAIN,
+    TABLED,
+    Frames,
+    align,
+    assemble,
+    has_buffers,
+    split,
+)
 
 blobs = st.lists(st.binary(max_size=200), max_size=6)
 
@@ -58,6 +67,22 @@ def test_a_message_without_buffers_packs_without_a_copy() -> None:
     """`pack` of a header alone is the header."""
     frames = Frames(PLAIN + b"\xc0", (), 5, frozenset())
     assert frames.pack() is frames.header
+    assert frames.packed() is frames
+
+
+@given(st.binary(max_size=100), blobs)
+def test_in_one_piece_it_is_the_same_message(
+    skeleton: bytes, blobs: list[bytes]
+) -> None:
+    """And without buffers it may lie anywhere."""
+    frames = make(skeleton, blobs)
+    packed = frames.packed()
+    assert packed.pack() is packed.header
+    assert (packed.header, packed.nbytes) == (frames.pack(), frames.nbytes)
+    assert packed.needs is frames.needs
+    assert has_buffers(memoryview(packed.header)) == bool(blobs)
+    for end in range(12):
+        has_buffers(memoryview(packed.header[:end]))
 
 
 def test_pack_into_too_small_an_area_is_refused() -> None:

@@ -275,7 +275,9 @@ def decode_within_bounds() -> Iterator[Callable[[bytes], None]]:
         try:
             CODEC.decode(view)
         except CodecError:
-            pass
+            assert CODEC.decode_ahead(view) == ()
+        else:
+            CODEC.decode_ahead(view)
         peak = tracemalloc.get_traced_memory()[1] - before
         assert peak < 120 * len(area) + 64 * 1024, area.hex()
 

@@ -100,6 +100,7 @@ class Source:
         asked: What the publisher was asked to give back, until it has answered.
         consumed_messages, consumed_bytes: What `recv` has taken since then.
         at_once: How many messages `recv` may decode ahead, of those it has not counted.
+        ahead: Whether it tries so with messages that are not plain.
         taken: Sequence of the last message that `recv` took.
         first: The first sequence published since the subscription began.
         retained: Of the retained message that comes before it, or -1.
@@ -111,6 +112,7 @@ class Source:
     __slots__ = (
         "_stream",
         "active",
+        "ahead",
         "arrivals",
         "asked",
         "at_once",
@@ -143,6 +145,7 @@ class Source:
         self.asked: wire.Reclaim | None = None
         self.grant_at_messages = self.grant_at_bytes = 0
         self.at_once = 1
+        self.ahead = True
         self.taken = -1
         self.first = 0
         self.retained = -1

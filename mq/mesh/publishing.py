@@ -120,8 +120,12 @@ class Publishing(Waiting):
                     for start, piece in frames.segments():
                         stop = start + len(piece)
                         copy(piece, block.area[start:stop], frames.nbytes)
+        only_joins = False
         if frames.areas:
             self._publisher.fill_pieces(frames)
+        elif frames.nbytes <= INLINE_BYTES and block is None:
+            frames = frames.packed()
+            only_joins = not (retain or urgent or frames.needs)
         self._wanted |= self.lock.locked()
         with self.lock:
             self._wanted = False
@@ -129,6 +133,8 @@ class Publishing(Waiting):
                 self._refuse()
             publisher = self._publisher
             topic = self._topics.get(name) or publisher.topic(name)
+            if only_joins and topic.gate.admit(time.time(), frames.header):
+                return True
             if frames.nbytes > topic.limit_message or frames.needs:
                 publisher.check(topic, frames)
             if not (
