@@ -64,8 +64,8 @@ class Gate:
         """Encode and commit a message, if that is all there is to do.
 
         Returns:
-            False: nothing was done. The gate is closed, the payload is no small dict of
-            plain values, or another thread has the lock.
+            False: nothing was done. The gate is closed, the payload is no plain
+            data, or another thread has the lock.
         """
         if not self._until or lock.locked():
             return False
