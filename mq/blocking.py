@@ -333,9 +333,10 @@ class BlockingQueue(Membership):
         if not area.readonly:  # it does not lie in a batch
             return ()
         try:
-            return self._decode_ahead(self._settle(area, self._pool, False)[0])
-        except MemoryError:
+            own, _ = self._settle(area, self._pool, False)
+        except MemoryError:  # `recv` raises it
             return ()
+        return self._decode_ahead(own)
 
     def _message(self, entry: Entry) -> Message:
         source, sequence, published_at, area = entry

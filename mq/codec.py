@@ -27,15 +27,6 @@ __all__ = ["Codec", "add_safe_types"]
 # The opcode of a long string and the first bytes of a length of at least 64 KiB.
 _STR32: Final = re.compile(rb"\xdb(?=\x00[^\x00]|[^\x00])", re.DOTALL)
 _NOTHING: Final[frozenset[str]] = frozenset()
-_MALFORMED: Final = (
-    ArithmeticError,
-    CodecError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    struct.error,
-)
-"""What decoding may raise."""
 _encode = packing.encode
 
 
@@ -195,7 +186,7 @@ class Codec:
         """
         try:
             return (self._decode(area, None, False, ahead=True),)
-        except _MALFORMED:
+        except Exception:
             return ()
 
     def _decode(

@@ -177,3 +177,10 @@ def test_an_interrupt_that_took_a_wake_up_does_not_swallow_the_next(
         assert look(0)
     finally:
         poller.close()
+
+
+def test_who_comes_to_wait_once_it_is_closed_is_woken() -> None:
+    """And then finds the queue closed."""
+    poller = Poller()
+    poller.close()
+    assert poller.wait(60.0) == []

@@ -113,6 +113,10 @@ class Poller:
                     os.read(self._reader, 4096)
                 except BlockingIOError:  # another waiting thread was first
                     pass
+        except ValueError:
+            if self._fds:
+                raise
+            return []  # another thread has closed it
         except BaseException:
             # It may have taken a wake-up; without this no other would ever be written.
             self._woken = not self._fds
