@@ -41,7 +41,9 @@ KINDS: Final[dict[type, Kind]] = {}
 """Known once their library is loaded."""
 
 
-class _Memory(dict[_Key, _Value], Generic[_Key, _Value]):
+class Memory(dict[_Key, _Value], Generic[_Key, _Value]):
+    """A dict that forgets everything when there is too much in it."""
+
     def __setitem__(self, key: _Key, value: _Value) -> None:
         if len(self) >= MOST_HEADERS:
             self.clear()
@@ -62,9 +64,9 @@ class _Known(NamedTuple):
     parts: list[tuple[Make, int, int]]
 
 
-_headers: _Memory[Any, tuple[bytes, int]] = _Memory()
-_known: _Memory[bytes, _Known] = _Memory()
-_strange: _Memory[bytes, None] = _Memory()
+_headers: Memory[Any, tuple[bytes, int]] = Memory()
+_known: Memory[bytes, _Known] = Memory()
+_strange: Memory[bytes, None] = Memory()
 """Headers of messages that were decoded to tensors, but not of them alone."""
 
 

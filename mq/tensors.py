@@ -13,7 +13,7 @@ from mq import extensions as ext
 from mq.arrays import checked_size, raw_bytes, with_sound_bools
 from mq.errors import CodecError
 from mq.packing import Packer, Refusal, encode
-from mq.repeated import KINDS, Kind
+from mq.repeated import KINDS, Kind, Memory
 
 if TYPE_CHECKING:
     from mq.devices import Landing
@@ -46,6 +46,12 @@ _CARRIERS: Final = {
     "float8_e8m0fnu": torch.uint8,
     "float4_e2m1fn_x2": torch.uint8,
 }
+LONGEST_DESCRIPTION: Final = 64
+"""Bytes of a tensor's dtype and shape on the wire, to be remembered."""
+_described: Final = Memory[Any, Any]()
+"""By `_key`, what stands for a tensor in the skeleton."""
+_makers: Final = Memory[bytes, tuple[int, "Make"]]()
+"""By the body of that, how many bytes a tensor has and what makes it of them."""
 _BY_DTYPE: Final[dict[torch.dtype, tuple[str, torch.dtype | None]]] = {}
 _BY_NAME: Final[dict[str, tuple[torch.dtype, np.dtype[Any], bool]]] = {}
 for _name, _carrier in _CARRIERS.items():
@@ -86,6 +92,16 @@ def _first_line(error: BaseException) -> str:
 
 def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
     """A tensor as a description and a buffer."""
+    key = None if packer.carried else _key(tensor)
+    if key is not None:
+        described = _described.get(key)
+        if described is None:
+            body = encode([_BY_DTYPE[tensor.dtype][0], *tensor.shape])
+            described = _described[key] = packer.ext(ext.TENSOR, body)
+        packer.extended = True
+        if tensor.numel():
+            packer.buffers.append(_buffer(tensor))
+        return described
     if not _has_format(tensor):
         return packer.without_format(tensor, _unsendable(tensor))
     name, carrier = _BY_DTYPE[tensor.dtype]
@@ -188,16 +204,28 @@ def _unsendable(tensor: torch.Tensor) -> str:
 
 def unpack_tensor(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     """A writable view of the message, or a copy on the device asked for."""
+    description = bytes(body[: LONGEST_DESCRIPTION + 1])
+    known = _makers.get(description)
+    if known is not None:
+        nbytes, make = known
+        return _moved(make(_writable(unpacker.take(nbytes))), unpacker.device)
     name, *dims = unpacker.decode_list(body, 1)
     dtype, bits, carried = _dtype_of(name)
     nbytes = checked_size(dims, bits.itemsize)
-    view = unpacker.take(nbytes) if nbytes else None
-    if view is not None and view.readonly:  # torch has no read-only tensors
-        view = memoryview(bytearray(view))
+    view = _writable(unpacker.take(nbytes)) if nbytes else None
     tensor = torch.from_numpy(with_sound_bools(np.ndarray(dims, bits, view)))
     if carried:
         tensor = tensor.view(dtype)
+    if nbytes and len(description) <= LONGEST_DESCRIPTION:
+        again = _maker(tensor)
+        if again is not None:
+            _makers[description] = nbytes, again
     return _moved(tensor, unpacker.device)
+
+
+def _writable(view: memoryview) -> memoryview:
+    """Torch has no read-only tensors."""
+    return memoryview(bytearray(view)) if view.readonly else view
 
 
 def _moved(tensor: torch.Tensor, device: str | None) -> torch.Tensor:

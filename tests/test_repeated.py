@@ -11,7 +11,7 @@ import pytest
 import torch
 from payload_checks import same
 
-from mq import repeated
+from mq import frames, repeated, tensors
 from mq.codec import Codec, add_safe_types
 from mq.errors import CodecError
 
@@ -30,15 +30,23 @@ DTYPES = [
 ]
 
 
+def forget() -> None:
+    """What there was before."""
+    for memory in (
+        repeated._headers,
+        repeated._known,
+        repeated._strange,
+        tensors._described,
+        tensors._makers,
+    ):
+        memory.clear()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_known() -> Iterator[None]:
-    repeated._headers.clear()
-    repeated._known.clear()
-    repeated._strange.clear()
+    forget()
     yield
-    repeated._headers.clear()
-    repeated._known.clear()
-    repeated._strange.clear()
+    forget()
 
 
 def area_of(payload: Any) -> memoryview:
@@ -238,3 +246,48 @@ def test_a_header_that_changes_meanwhile_is_not_remembered() -> None:
     assert not repeated._known
     repeated.learn(area, payload, CODEC._encode_plainly)
     assert repeated._known
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (4, 5, 6)], ids=str)
+def test_so_it_is_among_other_values(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """There each tensor's description is remembered, not the header."""
+    first = {"n": 1, "x": torch.ones(shape, dtype=dtype), "l": [torch.ones(1)]}
+    second = {"n": 2.5, "x": torch.randn(shape).to(dtype), "l": [torch.zeros(1)]}
+    long = CODEC.encode(second).pack()
+    for payload in (first, second, second):
+        area = area_of(payload)
+        found = CODEC.decode(area)
+        assert same(found, payload)
+        assert same(CODEC.decode(area.toreadonly()), payload)
+        found["x"].zero_()  # in memory of its own
+        found["l"][0].zero_()
+    assert area_of(second) == long
+    assert tensors._makers
+
+
+def test_a_description_that_is_known_takes_no_other_buffer() -> None:
+    """One from outside is checked as the first was."""
+    sent = {"n": 1, "x": torch.ones(4)}
+    area = area_of(sent)
+    CODEC.decode(area)
+    assert tensors._makers
+    skeleton, _, _ = frames.split(area)
+    for buffers in ([], [bytes(15)], [bytes(17)], [bytes(16), bytes(16)]):
+        views = tuple(map(memoryview, buffers))
+        with pytest.raises(CodecError, match="buffer"):
+            CODEC.decode(
+                memoryview(frames.assemble(skeleton, views, frozenset()).pack())
+            )
+
+
+def test_few_descriptions_are_remembered_and_short_ones() -> None:
+    """However many shapes come."""
+    for n in range(1, 3 * repeated.MOST_HEADERS):
+        CODEC.decode(area_of([1, torch.ones(n)]))
+    CODEC.decode(area_of([1, torch.ones([1] * 64)]))
+    for memory in (tensors._described, tensors._makers):
+        assert 0 < len(memory) <= repeated.MOST_HEADERS
+    assert max(map(len, tensors._makers)) <= tensors.LONGEST_DESCRIPTION
