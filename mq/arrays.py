@@ -13,15 +13,20 @@ import numpy.typing as npt
 from mq import extensions as ext
 from mq.errors import CodecError
 from mq.packing import Packer, Refusal, encode, utf8
+from mq.repeated import KINDS, Descriptions, Kind
 
 if TYPE_CHECKING:
     from mq.packing import Handler
+    from mq.repeated import Make
     from mq.unpacking import Unpacker
 
 AnyArray: TypeAlias = "npt.NDArray[Any]"
 AnyDType: TypeAlias = "np.dtype[Any]"
 
 _NAME = re.compile(r"[<>|]([biufcmMSUV])\d{1,10}(\[\d{0,9}[a-zA-Zμ]{1,7}\])?")
+_REPEATED: Final = frozenset("biufcmM")
+"""Kinds of dtypes that are described by a name of their own."""
+_known: Final = Descriptions()
 _MAX_ITEM_BYTES: Final = 2**31 - 1
 _MAX_NESTED_DTYPES: Final = 16
 
@@ -32,10 +37,9 @@ def pack_array(packer: Packer, array: AnyArray, depth: int) -> Any:
         name = describe(array.dtype)
     except Refusal as refusal:
         return packer.without_format(array, str(refusal))
-    body = encode([name, *array.shape])
     if array.nbytes:
         packer.buffers.append(raw_bytes(array))
-    return packer.ext(ext.ARRAY, body)
+    return packer.ext(ext.ARRAY, encode([name, *array.shape]))
 
 
 def raw_bytes(array: AnyArray) -> memoryview:
@@ -47,13 +51,20 @@ def raw_bytes(array: AnyArray) -> memoryview:
 
 def unpack_array(unpacker: Unpacker, body: memoryview) -> AnyArray:
     """A view of the message; read-only where the message is."""
+    known = _known.find(body)
+    if known is not None:
+        nbytes, make = known
+        again: AnyArray = make(unpacker.take(nbytes), unpacker.read_only)
+        return again
     name, *dims = unpacker.decode_list(body, 1)
     dtype = dtype_of(name)
     nbytes = checked_size(dims, dtype.itemsize)
     buffer = unpacker.take(nbytes) if nbytes else None
     if buffer is not None and unpacker.read_only:
         buffer = buffer.toreadonly()
-    return with_sound_bools(np.ndarray(dims, dtype, buffer))
+    array = with_sound_bools(np.ndarray(dims, dtype, buffer))
+    _known.learn(body, nbytes, _maker(array))
+    return array
 
 
 def with_sound_bools(array: AnyArray) -> AnyArray:
@@ -241,3 +252,31 @@ HANDLERS: Final[dict[type, Handler]] = {
     np.memmap: pack_array,
     **dict.fromkeys(_scalar_types(), _pack_scalar),
 }
+
+
+# -- again ----------
+
+
+def _key(array: AnyArray) -> object:
+    """What the header depends on, of an array whose memory is sent as it is."""
+    dtype = array.dtype
+    if dtype.kind not in _REPEATED or not array.flags.c_contiguous:
+        return None
+    return dtype, array.shape
+
+
+def _maker(array: AnyArray) -> Make | None:
+    dtype, shape = array.dtype, array.shape
+    if dtype.kind not in _REPEATED or dtype.kind == "b":
+        return None  # its bytes are looked at
+
+    def make(memory: memoryview, read_only: bool) -> AnyArray:
+        array: AnyArray = np.ndarray(
+            shape, dtype, memory.toreadonly() if read_only else memory
+        )
+        return array
+
+    return make
+
+
+KINDS[np.ndarray] = Kind(_key, raw_bytes, _maker)

@@ -87,12 +87,14 @@ class Codec:
         header = encode_plain(payload)
         if header is not None:
             return Frames(header, (), len(header), _NOTHING)
-        if not carried:
-            known = repeated.encode(payload)
+        tensors = repeated.tensors_of(payload)
+        if tensors is not None and not carried:
+            known = repeated.encode(payload, tensors)
             if known is not None:
                 return known
         encoded = self._pack(payload, topic, packing.LEAVES, carried)
-        repeated.learn_header(payload, encoded)
+        if tensors is not None:
+            repeated.learn_header(payload, tensors, encoded)
         return encoded
 
     def _pack(
@@ -203,7 +205,7 @@ class Codec:
         if is_plain(area) and not apart:
             return decode_plain(area)
         if not apart and device is None:
-            known = repeated.decode(area)
+            known = repeated.decode(area, read_only)
             if known is not None:
                 return known
         skeleton, buffers, areas = frames.split(area, apart)

@@ -2,7 +2,8 @@
 
 What is in a message before the tensors' bytes depends on their names, dtypes and shapes
 alone. So it is made, and understood, once, and then looked up: of the time of a small
-tensor that is a tenth, and more of a small batch's.
+tensor that is a tenth, and more of a small batch's. Among other values that holds of
+each tensor's description. Here NumPy's arrays are tensors, too.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from mq import frames
 MOST_HEADERS: Final = 256
 """How many are remembered; then all are forgotten."""
 LONGEST_HEADER: Final = 1024
+LONGEST_DESCRIPTION: Final = 64
+"""Bytes of a dtype and shape on the wire, to be remembered."""
 MOST_TENSORS: Final = 16
 """In a dict; of more the look takes longer than it saves."""
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
-Make = Callable[[memoryview], Any]
+Make = Callable[[memoryview, bool], Any]
+"""Makes a tensor of its bytes, which are writable; an array is read-only if it must."""
 
 
 class Kind(NamedTuple):
@@ -28,8 +32,7 @@ class Kind(NamedTuple):
     Attributes:
         key: What a description of it depends on; None: it is not sent as it lies there.
         buffer: Its bytes.
-        maker: What makes another like it of its bytes, which are writable; None: that
-            takes more than its bytes.
+        maker: What makes another like it of its bytes; None: that takes more.
     """
 
     key: Callable[[Any], Any]
@@ -48,6 +51,26 @@ class Memory(dict[_Key, _Value], Generic[_Key, _Value]):
         if len(self) >= MOST_HEADERS:
             self.clear()
         super().__setitem__(key, value)
+
+
+class Descriptions:
+    """What stood for tensors of a type in skeletons: dtype and shape."""
+
+    def __init__(self) -> None:
+        self._read: Memory[bytes, tuple[int, Make]] = Memory()
+
+    def find(self, body: memoryview) -> tuple[int, Make] | None:
+        """How many bytes such a tensor has, and what makes it; None: not known."""
+        return self._read.get(bytes(body[: LONGEST_DESCRIPTION + 1]))
+
+    def learn(self, body: memoryview, nbytes: int, make: Make | None) -> None:
+        """Remember what was found sound, if it can be of use."""
+        if nbytes and len(body) <= LONGEST_DESCRIPTION and make is not None:
+            self._read[bytes(body)] = nbytes, make
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._read.clear()
 
 
 class _Known(NamedTuple):
@@ -70,19 +93,17 @@ _strange: Memory[bytes, None] = Memory()
 """Headers of messages that were decoded to tensors, but not of them alone."""
 
 
-def _tensors(payload: Any) -> Sequence[Any] | None:
+def tensors_of(payload: Any) -> Sequence[Any] | None:
     """The tensors of a payload that may repeat; None: it is another one."""
     if type(payload) is not dict:
         return (payload,) if type(payload) in KINDS else None
     values = list(payload.values())
-    if (
-        not 0 < len(values) <= MOST_TENSORS
-        or type(values[0]) not in KINDS
-        or set(map(type, payload)) != {str}
-        or not KINDS.keys() >= set(map(type, values))
-    ):
+    if not 0 < len(values) <= MOST_TENSORS:
         return None
-    return values
+    for value in values:
+        if type(value) not in KINDS:
+            return None
+    return values if set(map(type, payload)) == {str} else None
 
 
 def _key(payload: Any, tensors: Sequence[Any]) -> Any:
@@ -93,25 +114,23 @@ def _key(payload: Any, tensors: Sequence[Any]) -> Any:
     return (*payload, *keys) if type(payload) is dict else keys[0]
 
 
-def encode(payload: Any) -> frames.Frames | None:
-    """What `learn_header` saw of a payload like this; None: nothing."""
-    tensors = _tensors(payload)
-    if tensors is None or (key := _key(payload, tensors)) is None:
-        return None
-    found = _headers.get(key)
-    if found is None:
+def encode(payload: Any, tensors: Sequence[Any]) -> frames.Frames | None:
+    """What `learn_header` saw of a payload like this; None: nothing.
+
+    Args:
+        tensors: As `tensors_of` gave them.
+    """
+    if (key := _key(payload, tensors)) is None or (found := _headers.get(key)) is None:
         return None
     header, nbytes = found
     buffers = tuple([KINDS[type(tensor)].buffer(tensor) for tensor in tensors])
     return frames.Frames(header, buffers, nbytes, frozenset())
 
 
-def learn_header(payload: Any, encoded: frames.Frames) -> None:
+def learn_header(payload: Any, tensors: Sequence[Any], encoded: frames.Frames) -> None:
     """Remember how a payload was encoded, if it can be of use."""
-    tensors = _tensors(payload)
     if (
-        tensors is not None
-        and len(encoded.header) <= LONGEST_HEADER
+        len(encoded.header) <= LONGEST_HEADER
         and len(encoded.buffers) == len(tensors)
         and not encoded.areas
         and (key := _key(payload, tensors)) is not None
@@ -119,7 +138,7 @@ def learn_header(payload: Any, encoded: frames.Frames) -> None:
         _headers[key] = encoded.header, encoded.nbytes
 
 
-def decode(area: memoryview) -> Any:
+def decode(area: memoryview, read_only: bool = False) -> Any:
     """The payload that `learn` saw with this header; None: it saw none."""
     end = frames.header_bytes(area, LONGEST_HEADER)
     if not end or area.readonly:
@@ -127,7 +146,7 @@ def decode(area: memoryview) -> Any:
     known = _known.get(bytes(area[:end]))
     if known is None or known.nbytes != len(area):
         return None
-    made = [make(area[start:stop]) for make, start, stop in known.parts]
+    made = [make(area[start:stop], read_only) for make, start, stop in known.parts]
     return made[0] if known.names is None else dict(zip(known.names, made, strict=True))
 
 
@@ -139,7 +158,7 @@ def learn(
     Only if it is what we would send of that payload. Otherwise there is more to it: a
     registered type, a pickle, or a peer that writes to the message meanwhile.
     """
-    tensors = _tensors(payload)
+    tensors = tensors_of(payload)
     end = 0 if tensors is None else frames.header_bytes(area, LONGEST_HEADER)
     if tensors is None or not end or _key(payload, tensors) is None:
         return

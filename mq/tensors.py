@@ -13,7 +13,7 @@ from mq import extensions as ext
 from mq.arrays import checked_size, raw_bytes, with_sound_bools
 from mq.errors import CodecError
 from mq.packing import Packer, Refusal, encode
-from mq.repeated import KINDS, Kind, Memory
+from mq.repeated import KINDS, Descriptions, Kind, Memory
 
 if TYPE_CHECKING:
     from mq.devices import Landing
@@ -46,12 +46,9 @@ _CARRIERS: Final = {
     "float8_e8m0fnu": torch.uint8,
     "float4_e2m1fn_x2": torch.uint8,
 }
-LONGEST_DESCRIPTION: Final = 64
-"""Bytes of a tensor's dtype and shape on the wire, to be remembered."""
-_described: Final = Memory[Any, Any]()
-"""By `_key`, what stands for a tensor in the skeleton."""
-_makers: Final = Memory[bytes, tuple[int, "Make"]]()
-"""By the body of that, how many bytes a tensor has and what makes it of them."""
+_known: Final = Descriptions()
+_described: Final[Memory[Any, Any]] = Memory()
+"""By `_key`, the extension type that stands for a tensor."""
 _BY_DTYPE: Final[dict[torch.dtype, tuple[str, torch.dtype | None]]] = {}
 _BY_NAME: Final[dict[str, tuple[torch.dtype, np.dtype[Any], bool]]] = {}
 for _name, _carrier in _CARRIERS.items():
@@ -204,11 +201,11 @@ def _unsendable(tensor: torch.Tensor) -> str:
 
 def unpack_tensor(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     """A writable view of the message, or a copy on the device asked for."""
-    description = bytes(body[: LONGEST_DESCRIPTION + 1])
-    known = _makers.get(description)
+    known = _known.find(body)
     if known is not None:
         nbytes, make = known
-        return _moved(make(_writable(unpacker.take(nbytes))), unpacker.device)
+        tensor = make(_writable(unpacker.take(nbytes)), unpacker.read_only)
+        return _moved(tensor, unpacker.device)
     name, *dims = unpacker.decode_list(body, 1)
     dtype, bits, carried = _dtype_of(name)
     nbytes = checked_size(dims, bits.itemsize)
@@ -216,10 +213,7 @@ def unpack_tensor(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     tensor = torch.from_numpy(with_sound_bools(np.ndarray(dims, bits, view)))
     if carried:
         tensor = tensor.view(dtype)
-    if nbytes and len(description) <= LONGEST_DESCRIPTION:
-        again = _maker(tensor)
-        if again is not None:
-            _makers[description] = nbytes, again
+    _known.learn(body, nbytes, _maker(tensor))
     return _moved(tensor, unpacker.device)
 
 
@@ -329,7 +323,7 @@ def _maker(tensor: torch.Tensor) -> Make | None:
     bits = tensor.numpy().dtype
     from_numpy, array = torch.from_numpy, np.ndarray
 
-    def make(memory: memoryview) -> torch.Tensor:
+    def make(memory: memoryview, read_only: bool) -> torch.Tensor:
         return from_numpy(array(shape, bits, memory))
 
     return make
