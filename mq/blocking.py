@@ -31,6 +31,8 @@ DEFAULT_DEPTH = 1000
 DEFAULT_WINDOW_BYTES = 256 << 20
 MOST_AHEAD = 16
 """Messages with arrays, tensors and the like that `recv` decodes ahead at most."""
+LONGEST_PAUSE = 64
+"""Messages that go by, at most, after one that could not be decoded ahead."""
 MAX_CREDIT = 2**62
 """What more stands for, as credit is sent in totals of 63 bits."""
 _new_message = tuple.__new__
@@ -319,14 +321,19 @@ class BlockingQueue(Membership):
         messages = self._decode_run(Message, topic, name, life, first, times, areas)
         if messages or subscription.device is not None:
             return messages
+        pause, next_pause = source.ahead
+        if pause:
+            source.ahead = (pause - 1, next_pause)
+            return []
         for area, published_at in zip(areas[:MOST_AHEAD], times, strict=False):
-            payload = self._decode_early(area) if source.ahead else ()
+            payload = self._decode_early(area)
             if not payload:
-                source.ahead = bool(messages)
                 break
             sequence = first + len(messages)
             fields = (topic, payload[0], name, sequence, life, published_at, len(area))
             messages.append(_new_message(Message, fields))
+        more = min(2 * next_pause, LONGEST_PAUSE)
+        source.ahead = (0, 1) if messages else (next_pause - 1, more)
         return messages
 
     def _decode_early(self, area: memoryview) -> tuple[Any, ...]:

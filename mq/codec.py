@@ -177,7 +177,7 @@ class Codec:
             ) from error
 
     def decode_ahead(self, area: memoryview) -> tuple[Any, ...]:
-        """The payload of a message, if that runs no code of the application's.
+        """The payload of a message, if that is quick and runs no application's code.
 
         Args:
             area: As for `decode`.
@@ -215,6 +215,6 @@ class Codec:
             buffers, self._allow_pickle, device, read_only, areas, ahead
         )
         payload = unpacker.unpack(skeleton)
-        if not apart:
+        if not apart and not ahead:
             repeated.learn(area, payload, self._encode_plainly)
         return payload

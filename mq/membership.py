@@ -15,6 +15,7 @@ from mq.members import Member
 from mq.mesh import wire
 from mq.message import check_topic
 from mq.seconds import seconds
+from mq.signals import LOOK_SECONDS
 from mq.transport import LINGER_SECONDS, Capabilities
 from mq.undisturbed import undisturbed
 
@@ -45,6 +46,8 @@ class Membership:
         self._pool = pool
         self._close_lock = threading.Lock()
         self._closed = False
+        self._closer = 0
+        self._freed = threading.Event()
         exits.register(self)
 
     def __repr__(self) -> str:
@@ -198,7 +201,13 @@ class Membership:
             return
         deadline = time.monotonic() + seconds("linger", linger)
         driver.end_calls()
+        me = threading.get_ident()
+        while self._close_lock.locked() and not self._freed.wait(LOOK_SECONDS):
+            # Another thread closes it; not every signal would end a wait for the lock.
+            if self._closer == me:
+                return  # this is a signal's handler, in the middle of doing so
         with self._close_lock:
+            self._closer = me
             if self._closed:
                 return
             to_send = HURRIED_SECONDS
@@ -220,6 +229,7 @@ class Membership:
         self._driver.discard_inbox()
         exits.unregister(self)
         self._joined.close(to_send)
+        self._freed.set()
 
     def types_changed(self) -> None:
         """Tell the others which types this member accepts now."""

@@ -42,7 +42,7 @@ def encode_plain(payload: Any) -> bytes | None:
 
     It takes one call of msgspec.
     """
-    if _holds_plain(payload, 0):
+    if _holds_plain(payload, 0, [ext.LARGE]):
         try:
             header = frames.PLAIN + _encode(payload)
         except (OverflowError, UnicodeEncodeError):
@@ -52,8 +52,13 @@ def encode_plain(payload: Any) -> bytes | None:
     return None
 
 
-def _holds_plain(value: Any, levels: int) -> bool:
-    """Whether msgpack has the types of all that is in it; `levels` are around it."""
+def _holds_plain(value: Any, levels: int, room: list[int]) -> bool:
+    """Whether msgpack has the types of all that is in it.
+
+    Args:
+        levels: Of lists and dicts around it.
+        room: How many elements there may be still: each takes a byte at least.
+    """
     kind = type(value)
     if kind is dict:
         if not _leaves_only(map(type, value)):
@@ -63,11 +68,12 @@ def _holds_plain(value: Any, levels: int) -> bool:
         inner = value
     else:
         return kind in packing.LEAVES or kind is bytes
-    if levels >= MOST_LEVELS:
+    room[0] -= len(inner)
+    if levels >= MOST_LEVELS or room[0] < 0:
         return False
     if _leaves_only(map(type, inner)):  # most are
         return True
-    return all(_holds_plain(item, levels + 1) for item in inner)
+    return all(_holds_plain(item, levels + 1, room) for item in inner)
 
 
 def is_plain(area: memoryview) -> bool:

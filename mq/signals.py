@@ -7,7 +7,7 @@ had just handed over. So it waits until `mq.speed.Lock` is released, which calls
 before they wait for anything; if that takes over a second, the next signal does not
 wait.
 
-Nor does every signal wake the main thread: see `attentive`.
+Nor does every signal wake the main thread: see `one_piece`.
 
 Without the compiled part handlers run wherever they are: the mesh then drops the
 connections that may have been left in the middle of a message, and begins them again.
@@ -43,24 +43,36 @@ def hold() -> None:
     hold_signals(_MAY_WAIT, [n for n in _MAY_WAIT if callable(signal.getsignal(n))])
 
 
-def attentive(wait: Callable[[float | None], T], timeout: float | None) -> T:
-    """Wait so that a signal's handler runs soon, whenever the signal comes.
+def one_piece(timeout: float | None) -> float | None:
+    """How long this thread may sleep before its caller looks about.
 
     The kernel ends the main thread's sleep for a signal, but not for one that comes
     just before the sleep begins, or that another thread takes. So that thread wakes up
     now and then, which runs the handlers of signals that have come.
 
     Args:
-        wait: Waits so many seconds, None: for ever. What it returns is false if that
-            was in vain.
+        timeout: How long in all; None: for ever.
+    """
+    if timeout is not None and timeout <= LOOK_SECONDS:
+        return timeout
+    if threading.get_ident() != threading.main_thread().ident:
+        return timeout
+    return LOOK_SECONDS
+
+
+def attentive(wait: Callable[[float | None], T], timeout: float | None) -> T:
+    """Sleep piece by piece, until that was not in vain.
+
+    Args:
+        wait: Waits so many seconds, None: for ever, for something that stays as it is
+            until it is seen. What it returns is false if that was in vain.
         timeout: How long in all.
 
     Returns:
         What `wait` returned last.
     """
-    if timeout is not None and timeout <= LOOK_SECONDS:
-        return wait(timeout)
-    if threading.get_ident() != threading.main_thread().ident:
+    piece = one_piece(timeout)
+    if piece == timeout:
         return wait(timeout)
     until = float("inf") if timeout is None else time.monotonic() + timeout
     left = until

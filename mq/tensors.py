@@ -206,6 +206,7 @@ def unpack_tensor(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
         nbytes, make = known
         tensor = make(_writable(unpacker.take(nbytes)), unpacker.read_only)
         return _moved(tensor, unpacker.device)
+    unpacker.not_ahead()  # torch calls what the application has for its functions
     name, *dims = unpacker.decode_list(body, 1)
     dtype, bits, carried = _dtype_of(name)
     nbytes = checked_size(dims, bits.itemsize)

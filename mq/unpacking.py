@@ -26,7 +26,7 @@ class Unpacker:
     Attributes:
         device: Where tensors go; None leaves them views of the message.
         read_only: Whether arrays must be.
-        ahead: Whether what runs code of the application's is refused.
+        ahead: Whether it is decoded under the queue's lock: see `not_ahead`.
     """
 
     __slots__ = (
@@ -168,13 +168,18 @@ class Unpacker:
             raise CodecError(f"extension type {code} is unknown to this member")
         return unpack(self, body)
 
-    def _see_that_it_may_run_code(self) -> None:
+    def not_ahead(self) -> None:
+        """What follows takes its time, or runs code of the application's.
+
+        Raises:
+            CodecError: The message is being decoded ahead.
+        """
         if self.ahead:
-            raise CodecError("it is decoded by code of the application's")
+            raise CodecError("it is not decoded ahead")
 
     def unpack_object(self, body: memoryview) -> Any:
         """An object of a registered type."""
-        self._see_that_it_may_run_code()
+        self.not_ahead()
         name, state, *rest = self.decode_list(body, 2)
         entry = safe_types.by_name(name)
         if entry is None:
@@ -195,7 +200,7 @@ class Unpacker:
 
     def unpack_pickle(self, body: memoryview) -> Any:
         """An arbitrary object, of a sender that this process trusts."""
-        self._see_that_it_may_run_code()
+        self.not_ahead()
         if not self._allow_pickle:
             raise UntrustedPayload(
                 "the payload has a pickled object, which this member does not accept: "
@@ -325,6 +330,7 @@ def _unpack_large_str(unpacker: Unpacker, body: memoryview) -> str:
 
 
 def _unpack_array(unpacker: Unpacker, body: memoryview) -> Any:
+    unpacker.not_ahead()
     from mq.arrays import unpack_array
 
     _UNPACKERS[ext.ARRAY] = unpack_array  # from now on without this detour
@@ -332,6 +338,7 @@ def _unpack_array(unpacker: Unpacker, body: memoryview) -> Any:
 
 
 def _unpack_scalar(unpacker: Unpacker, body: memoryview) -> Any:
+    unpacker.not_ahead()
     from mq.arrays import unpack_scalar
 
     _UNPACKERS[ext.SCALAR] = unpack_scalar
@@ -339,6 +346,7 @@ def _unpack_scalar(unpacker: Unpacker, body: memoryview) -> Any:
 
 
 def _unpack_tensor(unpacker: Unpacker, body: memoryview) -> Any:
+    unpacker.not_ahead()
     from mq.tensors import unpack_tensor
 
     _UNPACKERS[ext.TENSOR] = unpack_tensor
@@ -346,6 +354,7 @@ def _unpack_tensor(unpacker: Unpacker, body: memoryview) -> Any:
 
 
 def _unpack_on_device(unpacker: Unpacker, body: memoryview) -> Any:
+    unpacker.not_ahead()
     from mq.tensors import unpack_on_device
 
     _UNPACKERS[ext.ON_DEVICE] = unpack_on_device

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from payload_checks import same
+from fresh_python import output_of
+from payload_checks import CODEC, area_of, same
+from torch.overrides import TorchFunctionMode
 
 import mq
+from mq import repeated
 from mq.mesh.outgoing import Outgoing
 
 
@@ -123,3 +126,67 @@ def test_small_tensors_only_join_the_batch(
     got += [reader.recv(timeout=20.0) for _ in range(498)]
     assert [int(message.payload) for message in got] == [*range(500)]
     assert len(took_it) < 250
+
+
+def test_it_is_tried_again_after_what_could_not_be(
+    queues: tuple[mq.MQ, mq.MQ],
+) -> None:
+    """Ever more rarely, while that fails."""
+    writer, reader = queues
+    kinds = [Answer] * 30 + [torch.tensor] * 200
+    for n, kind in enumerate(kinds):
+        writer.publish("t", kind(n))
+    writer.flush(timeout=20.0)
+    ready = 0
+    for _ in kinds:
+        reader.recv(timeout=20.0)
+        ready += len(reader._inbox.ready) > 0
+    assert ready > 100
+
+
+def test_nothing_but_a_message_is_to_blame_for_what_it_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is raised when the message's turn comes, and so once."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of something")
+
+    monkeypatch.setattr(repeated, "decode", fail)
+    assert CODEC.decode_ahead(area_of(CODEC.encode(torch.ones(3)))) == ()
+
+
+class Mode(TorchFunctionMode):
+    """What an application has torch call in place of its functions."""
+
+    called = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.called += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_torch_calls_nothing_of_the_application_ahead(dtype: torch.dtype) -> None:
+    """What it calls could call the queue, whose lock is taken."""
+    payloads = (torch.ones(3).to(dtype), {"n": 1, "x": torch.ones(3).to(dtype)})
+    areas = [area_of(CODEC.encode(payload)) for payload in payloads]
+    for area in areas:
+        CODEC.decode(area)
+    with Mode() as mode:
+        ahead = [CODEC.decode_ahead(area) for area in areas]
+        assert mode.called == 0
+    assert all(ahead) == (dtype is torch.float32)
+
+
+def test_torch_is_not_loaded_ahead() -> None:
+    """That takes seconds; the rest of the queue would wait."""
+    area = bytes(area_of(CODEC.encode({"n": 1, "x": torch.ones(3)})))
+    program = (
+        "import sys; from mq.codec import Codec\n"
+        f"area = memoryview(bytearray({area!r}))\n"
+        "print(Codec().decode_ahead(area), 'torch' in sys.modules)"
+    )
+    assert output_of(program) == "() False\n"

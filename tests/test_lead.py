@@ -183,6 +183,33 @@ def test_an_interrupt_that_does_not_wake_who_sleeps_is_seen_soon(
     assert not late.is_set()
 
 
+def test_what_changes_as_a_piece_of_a_wait_ends_is_not_slept_over(lead: Lead) -> None:
+    """Who is told of it then waits for the lock, and must look before it sleeps on."""
+    main = threading.get_ident()
+    changed = list[bool]()
+    seen, late = threading.Event(), threading.Event()
+
+    def change() -> None:
+        with lead.lock:  # it is asleep
+            while sys._current_frames()[main].f_code.co_name != "take_back":
+                time.sleep(0)
+            changed.append(True)
+            lead._changes.notify_all()
+        if not seen.wait(5.0):
+            late.set()
+        with lead.lock:
+            lead._changes.notify_all()
+
+    thread = threading.Thread(target=change)
+    with lead.lock:
+        thread.start()
+        while not changed:
+            lead._changes.wait(60.0)
+        seen.set()
+    thread.join()
+    assert not late.is_set()
+
+
 class InterruptedLock:
     """A lock whose first `acquire` is interrupted while it waits."""
 

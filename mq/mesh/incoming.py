@@ -100,7 +100,8 @@ class Source:
         asked: What the publisher was asked to give back, until it has answered.
         consumed_messages, consumed_bytes: What `recv` has taken since then.
         at_once: How many messages `recv` may decode ahead, of those it has not counted.
-        ahead: Whether it tries so with messages that are not plain.
+        ahead: What `recv` knows of decoding ahead messages that are not plain: how many
+            go by before it tries again, and how many after the next failure.
         taken: Sequence of the last message that `recv` took.
         first: The first sequence published since the subscription began.
         retained: Of the retained message that comes before it, or -1.
@@ -145,7 +146,7 @@ class Source:
         self.asked: wire.Reclaim | None = None
         self.grant_at_messages = self.grant_at_bytes = 0
         self.at_once = 1
-        self.ahead = True
+        self.ahead = (0, 1)
         self.taken = -1
         self.first = 0
         self.retained = -1

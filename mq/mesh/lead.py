@@ -41,7 +41,10 @@ _NEVER: Final = float("inf")
 
 
 class Changes(threading.Condition):
-    """A condition whose `wait` has the lock in the end, even if it is interrupted."""
+    """A condition whose `wait` has the lock in the end, even if it is interrupted.
+
+    It may end early, so that signals are seen: who waits looks again in any case.
+    """
 
     def __init__(self, lock: threading.Lock) -> None:
         super().__init__(lock)
@@ -49,13 +52,10 @@ class Changes(threading.Condition):
         self._waits = threading.local()  # how far each thread's is, as `give_up` has it
 
     def wait(self, timeout: float | None = None) -> bool:
-        return signals.attentive(self._wait, timeout)
-
-    def _wait(self, timeout: float | None) -> bool:
         given: deque[object] = deque()
         self._waits.given = given
         try:
-            return super().wait(timeout)
+            return super().wait(signals.one_piece(timeout))
         finally:
             take_back(self._mutex, given)  # it was interrupted before it did so
 

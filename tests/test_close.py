@@ -1,0 +1,103 @@
+"""`close` beside another `close`, in another thread or in a signal's handler."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from fresh_python import output_of
+
+import mq
+from mq.testing.waiting import wait_until
+
+PROGRAM = """
+import os, signal, threading
+import mq
+from mq.testing.waiting import wait_until
+from test_close import is_in, unanswered
+
+def handle(number, frame):
+    queue.close()
+    print("the handler's close returned", flush=True)
+    raise SystemExit
+
+def send():
+    wait_until(lambda: is_in("_sleep"), "close")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+signal.signal(signal.SIGTERM, handle)
+for queue in unanswered(f"handler-{os.getpid()}"):
+    threading.Thread(target=send).start()
+    try:
+        queue.close(linger=60.0)
+    finally:
+        assert queue._closed
+"""
+
+
+def is_in(function: str) -> bool:
+    """Whether the main thread is in a call of that name."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
+
+
+def unanswered(group: str) -> Iterator[mq.MQ]:
+    """A queue that has published what is not answered."""
+    held, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with silent._driver.lock:
+            held.set()
+            end.wait(60.0)
+
+    with (
+        mq.connect("inproc", group=group, name="silent", peer_timeout=None) as silent,
+        mq.connect("inproc", group=group, name="loud", peer_timeout=None) as loud,
+    ):
+        silent.subscribe("t")
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
+        loud.publish("t", 1)
+        try:
+            yield loud
+        finally:
+            end.set()
+            holder.join()
+
+
+def test_a_handler_may_close_what_is_being_closed() -> None:
+    """It waits for nobody, least of all for itself."""
+    where = os.path.dirname(__file__)
+    program = f"import sys; sys.path.insert(0, {where!r})\n{PROGRAM}"
+    assert output_of(program, timeout=60.0) == "the handler's close returned\n"
+
+
+def test_who_waits_for_another_close_can_be_interrupted() -> None:
+    """By a signal that another thread takes, too."""
+    for queue in unanswered(f"second-{os.getpid()}"):
+        over, late = threading.Event(), threading.Event()
+        first = threading.Thread(target=queue.close, kwargs={"linger": 60.0})
+        first.start()
+        wait_until(queue._close_lock.locked, "the first close")
+
+        def send(over: threading.Event = over, late: threading.Event = late) -> None:
+            wait_until(lambda: is_in("close"), "the second close")
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            if not over.wait(5.0):
+                late.set()
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        with pytest.raises(KeyboardInterrupt):
+            queue.close()
+        over.set()
+        sender.join()
+        assert not late.is_set()
+    first.join()
