@@ -108,7 +108,8 @@ def test_the_same_bytes(payload: Any) -> None:
 def test_the_short_way_encodes_as_the_long_one(payload: Any) -> None:
     """A receiver sees no difference."""
     area = speed.encode_plain(payload)
-    assert area in (None, CODEC._encode_plainly(payload).header)
+    if area is not None:  # the long way may refuse it
+        assert area == CODEC._encode_plainly(payload).header
 
 
 @needs_compiled
