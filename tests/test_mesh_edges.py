@@ -343,11 +343,13 @@ def test_a_recv_interrupted_anywhere_loses_nothing() -> None:
             found = BlockingQueue.recv(queue)
         return [*([] if found is None else [found]), *ready]
 
-    survey = Interrupter(None, opcodes=True)
-    assert recv(survey) == ["one", "two", "three"]
+    for _ in range(2):  # Python 3.13 sees all bytecodes the second time
+        survey = Interrupter(None, opcodes=True)
+        assert recv(survey) == ["one", "two", "three"]
     points = sorted(itertools.chain(*survey.visited.values()))[:-1]
     assert len(points) > 10
     for point in points:
+        recv(Interrupter(None, opcodes=True))  # what is raised ends the looking, too
         interrupter = Interrupter(point, opcodes=True)
         assert recv(interrupter) == ["one", "two", "three"], interrupter.where
         assert interrupter.where
