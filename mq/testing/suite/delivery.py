@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 import mq
@@ -44,6 +46,52 @@ def small_messages_do_not_overtake_large_ones(group: Group) -> None:
     got = reader.run(programs.receive, len(sizes))
     assert [m.digest for m in got] == running.result()
     assert [m.sequence for m in got] == list(range(len(sizes)))
+
+
+def _small(number: int) -> Any:
+    """What joins batches, and is decoded along with others."""
+    import torch
+
+    kinds = (
+        {"n": number, "nested": [number, {"raw": b"x"}]},
+        torch.full((3,), number),
+        {"a": torch.full((2,), number), "n": number},
+        np.full(2, number),
+        (number, [0.5]),
+    )
+    return kinds[number % len(kinds)]
+
+
+def _publish_and_reuse(queue: mq.MQ, count: int) -> None:
+    for number in range(count):
+        payload = _small(number)
+        queue.publish("t", payload, timeout=STEP)
+        _overwrite(payload)
+
+
+def _overwrite(payload: Any) -> None:
+    """Everything in it that can be written to."""
+    for value in payload.values() if isinstance(payload, dict) else [payload]:
+        if hasattr(value, "shape"):
+            value[:] = -1
+
+
+def _receive_and_overwrite(queue: mq.MQ, count: int) -> None:
+    for number in range(count):
+        message = queue.recv(timeout=STEP)
+        assert message.sequence == number
+        assert repr(message.payload) == repr(_small(number))  # types and dtypes, too
+        _overwrite(message.payload)
+
+
+@case("Order")
+def burst_of_small_messages_of_all_kinds_keeps_order_and_content(group: Group) -> None:
+    """Plain, tensors, arrays and tuples, in memory that both sides then write to."""
+    writer, reader = group.members("writer", "reader")
+    reader.subscribe("t")
+    running = writer.begin(_publish_and_reuse, 400)
+    reader.run(_receive_and_overwrite, 400)
+    running.result()
 
 
 @case("No echo")
