@@ -466,7 +466,7 @@ def test_who_cannot_map_gets_what_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It copies at once, so it waits a little, and then for another connection."""
-    monkeypatch.setattr("mq.mesh.incoming.UNMAPPED_SECONDS", 0.01)
+    monkeypatch.setattr("mq.mesh.copying.UNMAPPED_SECONDS", 0.01)
     in_place = Mapping.borrow
 
     def copied(

@@ -8,12 +8,17 @@ writing is read on behind it; where its publisher stops, it is looked at now and
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from mq import speed
+from mq.borrowing import is_borrowed
 from mq.buffers import copy
 from mq.mesh.large import Take
+from mq.mesh.wire import Lent, Malformed
+from mq.segments import COUNTER_BYTES, counted_bytes
 
 if TYPE_CHECKING:
     from mq.mesh.incoming import Run
@@ -23,6 +28,10 @@ PIECE_BYTES: Final = 4 << 20
 FIRST_PAUSE_SECONDS: Final = 0.0005
 LAST_PAUSE_SECONDS: Final = 0.01
 """Between looks at a message of which nothing more comes; each is twice the last."""
+UNMAPPED_SECONDS: Final = 0.25
+"""How long a message that can only be copied at once is waited for."""
+
+Borrow = Callable[[int, int, int, Take], memoryview]
 
 
 class Copying:
@@ -134,3 +143,26 @@ class Copies:
             self._pause = pause
             self._due = now + pause
         return False
+
+
+def counter_of(lent: Lent, borrow: Borrow, take: Take) -> memoryview | None:
+    """Where a message's publisher says how much of it is there; None: all of it is.
+
+    Raises:
+        ValueError: It is no part of the segment.
+        Malformed: There is no counter, or this process cannot map the message and it
+            was not there in time.
+    """
+    offset = lent.offset + counted_bytes(lent.nbytes) - COUNTER_BYTES
+    if offset % COUNTER_BYTES:
+        raise Malformed(f"a counter at {offset}, which is no multiple of its size")
+    give_up = time.monotonic() + UNMAPPED_SECONDS
+    while True:
+        counter = borrow(lent.segment, offset, COUNTER_BYTES, take)
+        if int.from_bytes(counter, sys.byteorder) >= lent.nbytes:
+            return None
+        if is_borrowed(counter):
+            return counter
+        if time.monotonic() >= give_up:
+            raise Malformed("its publisher stopped in the middle of a message")
+        time.sleep(0.001)  # rarely more than once: the publisher is writing it

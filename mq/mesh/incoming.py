@@ -7,19 +7,17 @@ handling was interrupted can be handled again.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from mq.borrowing import Key, Returns, arm, is_borrowed
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
+from mq.mesh.copying import Borrow, counter_of
 from mq.mesh.large import Take
 from mq.mesh.stream import Stream
 from mq.mesh.wire import Chunk, Lent, Malformed
-from mq.segments import COUNTER_BYTES, counted_bytes
 
 if TYPE_CHECKING:
     from mq.devices import Piece
@@ -28,11 +26,6 @@ if TYPE_CHECKING:
     from mq.mesh.inbox import Item
     from mq.mesh.session import Session
     from mq.mesh.subscription import Subscription
-
-UNMAPPED_SECONDS: Final = 0.25
-"""How long a message that can only be copied at once is waited for."""
-
-Borrow = Callable[[int, int, int, Take], memoryview]
 
 
 class Entry(NamedTuple):
@@ -286,7 +279,7 @@ class Source:
                 f"announces {lent.nbytes} bytes, max_message_bytes is {limit}"
             )
         try:
-            counter = _counter(lent, borrow, take) if filling else None
+            counter = counter_of(lent, borrow, take) if filling else None
             area = borrow(lent.segment, lent.offset, lent.nbytes, take)
         except ValueError as error:
             raise Malformed(str(error)) from error
@@ -369,29 +362,6 @@ class Source:
                 fifo, Run(self, chunk.sequence, (chunk.published_at,), [content])
             )
             self._stream = None
-
-
-def _counter(lent: Lent, borrow: Borrow, take: Take) -> memoryview | None:
-    """Where a message's publisher says how much of it is there; None: all of it is.
-
-    Raises:
-        ValueError: It is no part of the segment.
-        Malformed: There is no counter, or this process cannot map the message and it
-            was not there in time.
-    """
-    offset = lent.offset + counted_bytes(lent.nbytes) - COUNTER_BYTES
-    if offset % COUNTER_BYTES:
-        raise Malformed(f"a counter at {offset}, which is no multiple of its size")
-    give_up = time.monotonic() + UNMAPPED_SECONDS
-    while True:
-        counter = borrow(lent.segment, offset, COUNTER_BYTES, take)
-        if int.from_bytes(counter, sys.byteorder) >= lent.nbytes:
-            return None
-        if is_borrowed(counter):
-            return counter
-        if time.monotonic() >= give_up:
-            raise Malformed("its publisher stopped in the middle of a message")
-        time.sleep(0.001)  # rarely more than once: the publisher is writing it
 
 
 class Arrivals(NamedTuple):

@@ -368,39 +368,3 @@ class Publishing(Waiting):
             f"are in use: {held} in messages unread or viewed with zero_copy. Let them "
             f"recv and drop what they have; or {remedy}"
         )
-
-    # -- credit ----------
-
-    def _wait_for_credit(
-        self,
-        topic: Topic,
-        frames: Frames,
-        deadline: float | None,
-        turns: Wait | None,
-    ) -> bool:
-        if not self._wait_for(
-            topic,
-            topic.has_credit,
-            lambda: [feed.session for feed in topic.waits_for()],
-            self._who_lags,
-            deadline,
-            turns,
-        ):
-            return False
-        self._publisher.check(topic, frames)
-        return True
-
-    @staticmethod
-    def _who_lags(sessions: Collection[Session]) -> str:
-        parts = []
-        for session in sessions:
-            text = f"{session.name!r} has not taken what it has"
-            if session.conn is None:
-                text += " (its connection is broken)"
-            if session.peer_waits:
-                text += " and is itself waiting in publish for this member to recv"
-            parts.append(text)
-        return (
-            f"no credit: {'; '.join(parts)}. Let them recv faster, raise depth or "
-            "window_bytes of their subscription, or use mq.keep_last"
-        )

@@ -10,9 +10,9 @@ from mq.borrowing import Returns
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
-from mq.mesh.copying import Copies
+from mq.mesh.copying import Borrow, Copies
 from mq.mesh.inbox import Inbox
-from mq.mesh.incoming import Arrivals, Borrow, Run, Source
+from mq.mesh.incoming import Arrivals, Run, Source
 from mq.mesh.large import Take
 from mq.mesh.subscription import Subscription
 from mq.mesh.wire import Chunk, Malformed, Subscribed

@@ -17,6 +17,7 @@ from mq.mesh.poller import Poller
 from mq.seconds import deadline_after
 
 if TYPE_CHECKING:
+    from mq.frames import Frames
     from mq.mesh.outgoing import Topic
     from mq.mesh.session import Session
 
@@ -160,4 +161,40 @@ class Waiting(Lead):
             f"{self._where}: not published on {topic.name!r} within {seconds:.3g} s, "
             f"nobody got the message: {describe(blockers)}",
             [session.name for session in blockers],
+        )
+
+    # -- credit ----------
+
+    def _wait_for_credit(
+        self,
+        topic: Topic,
+        frames: Frames,
+        deadline: float | None,
+        turns: Wait | None,
+    ) -> bool:
+        if not self._wait_for(
+            topic,
+            topic.has_credit,
+            lambda: [feed.session for feed in topic.waits_for()],
+            self._who_lags,
+            deadline,
+            turns,
+        ):
+            return False
+        self.mesh.publisher.check(topic, frames)
+        return True
+
+    @staticmethod
+    def _who_lags(sessions: Collection[Session]) -> str:
+        parts = []
+        for session in sessions:
+            text = f"{session.name!r} has not taken what it has"
+            if session.conn is None:
+                text += " (its connection is broken)"
+            if session.peer_waits:
+                text += " and is itself waiting in publish for this member to recv"
+            parts.append(text)
+        return (
+            f"no credit: {'; '.join(parts)}. Let them recv faster, raise depth or "
+            "window_bytes of their subscription, or use mq.keep_last"
         )
