@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from mq.mesh.incoming import Entry, Run
     from mq.mesh.subscription import Subscription
 
-DEFAULT_DEPTH = 1000
+DEFAULT_DEPTH = 4096
+"""1000 small messages last one to three milliseconds: where answers are slow both sides
+would wait in turn (docs/performance.md, small messages)."""
 DEFAULT_WINDOW_BYTES = 256 << 20
 MOST_AHEAD = 16
 """Messages with arrays, tensors and the like that `recv` decodes ahead at most."""
@@ -202,7 +204,8 @@ class BlockingQueue(Membership):
             history: `mq.KEEP_ALL`: lose nothing, publishers wait for this member.
                 `mq.keep_last(n)`: keep the newest n of each publisher.
             depth: Messages that may be on their way or unread, over all publishers;
-                each publisher may always have one.
+                each publisher may always have one. It bounds how far publishers run
+                ahead: small where messages must be fresh, large for many small ones.
             window_bytes: The same in bytes; each publisher may always have one message
                 of any size.
             zero_copy: Read-only views of the transport's memory, where it has any.
