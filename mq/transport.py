@@ -124,13 +124,16 @@ class Conn(ABC):
         devices: For each device whose tensors may be bodies, where at the peer they
             arrive, both as torch names them; the same for as long as both live.
         holds_piece: Whether the body that `receive` announced last is a `Piece`.
-        whole_bytes: How large a body may be without harm to the connection's other
-            messages and to the signs of life between them. Messages up to this size
-            that would be cut travel as one body, for which the sender copies them
-            together, if all who get them have such a connection; larger ones are cut as
-            coarsely as both this and `Link.chunk_bytes` allow. The link takes in such a
-            body on any connection, as a session may go on over another one. 0: all are
-            cut as the link says.
+        lead: How many bytes the mesh puts before a body that is a whole message, for
+            nothing but that what follows is aligned where the peer's engine has it: by
+            `take_body`, which a link with such bytes answers with every body.
+        whole_bytes: How large a message may be that is one body, without harm to the
+            connection's other messages and to the signs of life between them. Up to
+            this size those that would be cut travel as one body, for which the sender
+            copies them together, if all who get them have such a connection; larger
+            ones are cut as coarsely as both this and `Link.chunk_bytes` allow. The link
+            takes in such a body on any connection, as a session may go on over another
+            one. 0: all are cut as the link says.
         most_unanswered: How many bytes of bodies the mesh hands over while the peer has
             not answered them, one body apart; None: the link bounds by itself what is
             ahead of the wire.
@@ -141,6 +144,7 @@ class Conn(ABC):
     lends: ClassVar[bool] = False
     devices: Mapping[str, str] = MappingProxyType({})
     holds_piece: bool = False
+    lead: int = 0
     whole_bytes: int = 0
     most_unanswered: int | None = None
 
@@ -190,9 +194,9 @@ class Conn(ABC):
         """The body in the memory in which the engine has it.
 
         Returns:
-            Writable, contiguous, format 'B', of exactly the body's size and aligned to
-            64 bytes, as arrays in it must be; nobody else's, as long as a view of it
-            exists. None: take it otherwise.
+            Writable, contiguous, format 'B', of exactly the body's size; what follows
+            `lead` is aligned to 16 bytes, as arrays in it must be; nobody else's, as
+            long as a view of it exists. None: take it otherwise.
         """
         return None
 

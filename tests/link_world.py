@@ -61,7 +61,7 @@ class Member:
         if body is None:
             return False
         assert len(body) == nbytes
-        assert address(body) % 64 == 0
+        assert (address(body) + conn.lead) % (16 if conn.lead else 64) == 0
         body[-1:] = bytes(body[-1:])  # it is writable
         self.received.setdefault(conn, []).append((head, bytes(body)))
         return True

@@ -149,7 +149,7 @@ class ScriptedConn(Conn):
             return None
         self._body = None
         area = memoryview(bytearray(len(body) + ALIGNMENT))
-        start = -address(area) % ALIGNMENT
+        start = -(address(area) + self.lead) % ALIGNMENT
         area[start : start + len(body)] = body
         return area[start : start + len(body)]
 
@@ -268,6 +268,9 @@ class ScriptedLink(Link):
 class ScriptedNet:
     """All connections.
 
+    Args:
+        leads: Of the connections both of whose ends can keep bodies, in turn.
+
     Attributes:
         links: Who listens, by address.
         separated: Pairs of addresses between which nothing moves and dials hang.
@@ -275,7 +278,8 @@ class ScriptedNet:
         tampers: Called with each message before it arrives; returns what arrives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leads: Sequence[int] = (0,)) -> None:
+        self._leads = itertools.cycle(leads)
         self.links: dict[str, ScriptedLink] = {}
         self.conns: list[ScriptedConn] = []
         self.separated: set[frozenset[str]] = set()
@@ -303,6 +307,8 @@ class ScriptedNet:
             far.number = near.number
             target.conns[far] = None
             near.other, far.other = far, near
+            if link.whole_bytes and target.whole_bytes:
+                near.lead = far.lead = next(self._leads)
             self.conns += [near, far]
             link.report(What.OPENED, near)
             target.report(What.ACCEPTED, far)

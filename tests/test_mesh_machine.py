@@ -66,7 +66,11 @@ class MeshMachine(RuleBasedStateMachine):
         lends = {"a": 1 << 20, "b": 3 * BLOCK_BYTES, "d": BLOCK_BYTES}
         carries = {"a": 2, "b": 1, "c": 2, "e": 2}
         self.world = World(
-            peer_timeout=PEER_TIMEOUT, lends=lends, carries=carries, wholes="bce"
+            peer_timeout=PEER_TIMEOUT,
+            lends=lends,
+            carries=carries,
+            wholes="bce",
+            leads=(8, 0),
         )
         self.published: dict[tuple[str, str], list[bytes]] = defaultdict(list)
         self.readings: dict[tuple[str, str], Reading] = {}

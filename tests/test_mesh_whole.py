@@ -96,10 +96,45 @@ def test_what_nobody_gets_is_not_copied() -> None:
     assert a.taken == []
 
 
+@pytest.mark.parametrize("lead", [8, 64])
+def test_what_precedes_a_body_is_no_part_of_the_message(lead: int) -> None:
+    """The engine has the body at an address of its own, where that aligns the rest."""
+    world, a, b = subscribed(leads=(lead,))
+    seen: list[bytes] = []
+    world.net.watcher = lambda conn, parcel: seen.append(bytes(parcel[1]))
+    assert a.publish("t", LARGE)
+    (chunk,) = chunks_under_way(world)
+    world.settle()
+
+    assert (chunk.offset, bytes(chunk.part), chunk.total) == (0, b"", len(LARGE))
+    assert bytes(lead) + LARGE in seen
+    assert b.payloads() == [LARGE]
+    assert b.taken == []
+
+
+@pytest.mark.parametrize("leads", [(8, 0), (0, 8)])
+def test_a_body_goes_over_a_connection_with_another_lead(
+    leads: tuple[int, int],
+) -> None:
+    """As where a session goes on over another wire; without a lead it is copied."""
+    world, a, b = subscribed(leads=leads)
+    assert a.publish("t", LARGE)
+    world.cut("a", "b", lose_one=1)
+    world.advance(5.0)
+    taken = list(b.taken)
+    assert a.publish("t", LARGE[::-1])
+    world.settle()
+
+    assert taken == ([] if leads == (8, 0) else [len(LARGE)])
+    assert b.payloads() == [LARGE, LARGE[::-1]]
+    assert b.taken == taken
+
+
+@pytest.mark.parametrize("leads", [(0,), (8,), (8, 0)])
 @pytest.mark.parametrize("lost", range(4))
-def test_a_body_that_was_lost_is_sent_again(lost: int) -> None:
+def test_a_body_that_was_lost_is_sent_again(lost: int, leads: tuple[int, ...]) -> None:
     """Each message once and in order, whatever a break has swallowed."""
-    world, a, b = subscribed()
+    world, a, b = subscribed(leads=leads)
     messages = [LARGE, b"small", LARGE[::-1]]
     for message in messages:
         assert a.publish("t", message)
@@ -167,15 +202,18 @@ def test_not_more_is_under_way_than_the_peer_answers() -> None:
     assert b.payloads() == [LARGE[number:] for number in range(2, 5)]
 
 
-def test_a_whole_message_is_what_its_parts_are_together() -> None:
-    """Its pads are zero, whatever the memory held before."""
+@pytest.mark.parametrize("lead", [0, 8, 64])
+def test_a_whole_message_is_what_its_parts_are_together(lead: int) -> None:
+    """Its pads and what precedes it are zero, whatever the memory held before."""
     payload = [np.arange(n, dtype=np.uint8) for n in (3, 0, 64, 100)], "text"
     frames = Codec().encode(payload)
-    large = whole(frames, lambda nbytes: memoryview(bytearray(b"\xaa" * nbytes)))
+    large = whole(frames, lambda nbytes: memoryview(bytearray(b"\xaa" * nbytes)), lead)
     (chunk,) = large.chunks
 
     assert chunk is not None
-    assert chunk.view == frames.pack()
+    assert chunk.lead == lead
+    assert chunk.view == bytes(lead) + frames.pack()
+    assert len(large) == frames.nbytes
     assert large.owned
 
 

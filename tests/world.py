@@ -290,6 +290,7 @@ class World:
             of memory each has for that.
         carries: Of how many of `DEVICES` tensors travel from and to each member.
         wholes: Members whose links carry messages as one body.
+        leads: What such bodies begin with, for one connection after the other.
     """
 
     def __init__(
@@ -298,9 +299,10 @@ class World:
         lends: Mapping[str, int] | None = None,
         carries: Mapping[str, int] | None = None,
         wholes: str = "",
+        leads: Sequence[int] = (0,),
         **options: object,
     ) -> None:
-        self.net = ScriptedNet()
+        self.net = ScriptedNet(leads)
         self.wholes = wholes
         self.lends = lends or {}
         self.carries = carries or {}

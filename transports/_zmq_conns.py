@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from mq.buffers import ALIGNMENT, aligned
+from mq.mappings import address
 from mq.transport import (
     CHUNK_BYTES,
     LINGER_SECONDS,
@@ -37,6 +39,8 @@ SIZE_BYTES = 4
 WHOLE_BYTES = 12 * CHUNK_BYTES
 """The largest body. Nothing of it is seen before all of it is there, so over a slow
 wire it would pass for silence: such are cut for peers within this host only."""
+LEAD_BYTES = 8
+"""The engine's memory for a body begins 8 bytes after a multiple of 16."""
 _AHEAD_BYTES = 8 * CHUNK_BYTES
 
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -153,6 +157,7 @@ class ZmqConn(Conn):
     """What both ends of a connection share: the parts of a message."""
 
     keeps_body = True
+    lead = LEAD_BYTES
 
     def __init__(self, port: Port, address: str) -> None:
         self.address = address
@@ -205,7 +210,7 @@ class ZmqConn(Conn):
 
     @property
     def whole_bytes(self) -> int:  # type: ignore[override]
-        return WHOLE_BYTES if self._is_local() else 0
+        return WHOLE_BYTES - LEAD_BYTES if self._is_local() else 0
 
     @property
     def most_unanswered(self) -> int | None:  # type: ignore[override]
@@ -256,11 +261,28 @@ class ZmqConn(Conn):
 
     def receive_body(self, into: memoryview) -> bool:
         port = self.port
-        port.link.keep(port)
-        announced, self.body_nbytes = self.body_nbytes, 0
         arrived = port.socket.recv_into(into, flags=NOW)
         port.stale()
-        if arrived != announced or port.more():
+        return self._ends_with(arrived, port.more())
+
+    def take_body(self) -> memoryview | None:
+        frame = self.port.receive_frame()
+        body = frame.buffer
+        if not self._ends_with(len(body), bool(frame.more)):
+            return None
+        if (address(body) + LEAD_BYTES) % 16:  # of another allocator, or a tiny one
+            skipped = -LEAD_BYTES % ALIGNMENT
+            place = aligned(skipped + len(body))[skipped:]
+            place[:] = body
+            body = place
+        return body
+
+    def _ends_with(self, nbytes: int, more: bool) -> bool:
+        """Whether the message ends as it should, with a body of so many bytes."""
+        port = self.port
+        port.link.keep(port)
+        announced, self.body_nbytes = self.body_nbytes, 0
+        if nbytes != announced or more:
             self._malformed(f"a body unlike the {announced} bytes it announced")
             return False
         port.current = None

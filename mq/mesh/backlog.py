@@ -41,6 +41,7 @@ class Backlog:
         lends: Whether large messages are lent to the peer in place of sent.
         devices: Whose tensors travel to the peer, and where they arrive there; None
             before the first connection.
+        lead: What bodies that are whole messages begin with.
         whole_bytes: How large a body may be; 0: as the link says.
         most_unanswered: How many bytes of bodies may be under way without an answer;
             None: any.
@@ -58,7 +59,7 @@ class Backlog:
         self.batch_at: float | None = None
         self.lends = False
         self.devices: dict[str, str] | None = None
-        self.whole_bytes = 0
+        self.lead = self.whole_bytes = 0
         self.most_unanswered: int | None = None
         self.under_way = 0
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.buffers import copy
-from mq.frames import align
+from mq.frames import ALIGNMENT, align
 from mq.transport import CHUNK_BYTES, PIECE_BYTES
 
 if TYPE_CHECKING:
@@ -37,9 +37,10 @@ class Chunk:
         owned: Whether nobody will write to that memory while a view of it exists.
         piece: A tensor in place of the slice.
         area, start: To which of the message's areas it belongs, and where in it.
+        lead: With how many bytes of no meaning the slice begins; see `Conn.lead`.
     """
 
-    __slots__ = ("area", "offset", "owned", "part", "piece", "start", "view")
+    __slots__ = ("area", "lead", "offset", "owned", "part", "piece", "start", "view")
 
     def __init__(
         self,
@@ -49,7 +50,9 @@ class Chunk:
         piece: Piece | None = None,
         area: int = 0,
         start: int = 0,
+        lead: int = 0,
     ) -> None:
+        self.lead = lead
         self.offset = offset
         self.part = part
         self.view = view
@@ -210,20 +213,26 @@ class Cutting(NamedTuple):
         )
 
 
-def whole(frames: Frames, take: Take) -> Large:
+def whole(frames: Frames, take: Take, lead: int = 0) -> Large:
     """An area as one chunk, in memory of the pool.
 
     It costs one frame, and its receiver may keep it in the memory in which it arrives,
     as nothing has to be put together there.
+
+    Args:
+        lead: Of the links that carry it; see `Conn.lead`.
     """
-    area = take(frames.nbytes)
+    skipped = -lead % ALIGNMENT
+    memory = take(skipped + lead + frames.nbytes)[skipped:]
+    memory[:lead] = bytes(lead)
+    area = memory[lead:]
     end = 0
     for start, piece in frames.segments():
         area[end:start] = bytes(start - end)
         end = start + len(piece)
         copy(piece, area[start:end], frames.nbytes)
     area[end:] = bytes(len(area) - end)
-    chunk = Chunk(0, b"", area)
+    chunk = Chunk(0, b"", memory, lead=lead)
     chunk.owned = True
     large = Large(frames.nbytes, [chunk])
     large.owned = True

@@ -104,7 +104,8 @@ class Publisher:
             feeds = () if retain else topic.feeds
             most = min((feed.session.whole_bytes for feed in feeds), default=0)
             if frames.nbytes <= most and not frames.areas:
-                data = whole(frames, self._take)
+                lead = max(feed.session.lead for feed in feeds)
+                data = whole(frames, self._take, lead)
             else:
                 data = cut(frames, self._cutting, most)
             if retain:

@@ -207,8 +207,10 @@ class Reader:
         if not nbody and not chunk.part:
             raise Malformed("chunk of nothing")
         body = None
-        if nbody == chunk.total and not (chunk.offset or chunk.part):
+        if nbody == chunk.total + conn.lead and not (chunk.offset or chunk.part):
             body = conn.take_body()
+            if body is not None:
+                nbody, body = chunk.total, body[conn.lead :]
         place = self._subscriber.place(session, chunk, nbody, sizes, body)
         if place is None:
             if nbody and body is None:

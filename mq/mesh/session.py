@@ -138,6 +138,7 @@ class Session(Backlog):
         self.repair()
         self.conn = conn
         self.lends = conn.lends
+        self.lead = conn.lead
         self.whole_bytes = conn.whole_bytes
         self.most_unanswered = conn.most_unanswered
         self.devices = dict(conn.devices)
@@ -271,6 +272,8 @@ class Session(Backlog):
                 chunk.own(self._take)
             if chunk.piece is None:
                 body = chunk.view
+                if chunk.lead != conn.lead and body is not None:
+                    body = body[chunk.lead :]  # cut for another connection's link
                 accepted = conn.try_send(head, body)
             else:
                 body = chunk.piece
