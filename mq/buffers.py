@@ -133,7 +133,7 @@ class Pool:
         """
         if nbytes < REGION_BYTES:
             self._small += 1  # a count lost to a race does not matter
-            return aligned(nbytes)
+            return _small(nbytes)
         size = class_bytes(nbytes)
         with self._lock:
             self._collect()
@@ -240,8 +240,7 @@ def _map_region(size: int) -> mmap.mmap:
     return region
 
 
-def aligned(nbytes: int) -> memoryview:
-    """Memory of no pool, aligned to `ALIGNMENT`."""
+def _small(nbytes: int) -> memoryview:
     memory: npt.NDArray[np.uint8] = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT
     return memory.data[start : start + nbytes]

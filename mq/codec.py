@@ -152,9 +152,8 @@ class Codec:
 
         Args:
             area: 1-D, format 'B', contiguous, owned by this message. Where the message
-                has buffers, writable and aligned, to 16 bytes for complex numbers and
-                best to `frames.ALIGNMENT`: arrays and tensors are views of it and keep
-                it alive.
+                has buffers, writable and aligned to `frames.ARRAY_ALIGNMENT` bytes:
+                arrays and tensors are views of it and keep it alive.
             device: Where tensors are copied to; None leaves them where they arrived.
             read_only: Make arrays read-only; torch has no such tensors.
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 ALIGNMENT: Final = 64
 """Every buffer starts at a multiple of this many bytes from the start of the area."""
 
+ARRAY_ALIGNMENT: Final = 16
+"""Torch reads complex numbers by so many aligned bytes, or ends the process."""
+
 PLAIN: Final[bytes] = b"MQ\x01\x00"
 """Prefix of a message without buffers and without extension types."""
 

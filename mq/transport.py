@@ -125,8 +125,8 @@ class Conn(ABC):
             arrive, both as torch names them; the same for as long as both live.
         holds_piece: Whether the body that `receive` announced last is a `Piece`.
         lead: How many bytes the mesh puts before a body that is a whole message, for
-            nothing but that what follows is aligned where the peer's engine has it: by
-            `take_body`, which a link with such bytes answers with every body.
+            nothing but that what follows is aligned where the peer's engine has it. A
+            link with such bytes answers `take_body` with every body.
         whole_bytes: How large a message may be that is one body, without harm to the
             connection's other messages and to the signs of life between them. Up to
             this size those that would be cut travel as one body, for which the sender
@@ -194,9 +194,10 @@ class Conn(ABC):
         """The body in the memory in which the engine has it.
 
         Returns:
-            Writable, contiguous, format 'B', of exactly the body's size; what follows
-            `lead` is aligned to 16 bytes, as arrays in it must be; nobody else's, as
-            long as a view of it exists. None: take it otherwise.
+            Writable, contiguous, format 'B', of exactly the body's size; nobody else's,
+            as long as a view of it exists. Where what follows `lead` is not aligned to
+            16 bytes, which arrays need, the mesh copies it. None: take it
+            otherwise.
         """
         return None
 

@@ -19,6 +19,8 @@ class Member:
 
     Attributes:
         reading: Whether `pump` receives what is READABLE.
+        skews: How far what follows the lead of each body that was kept is from the
+            last multiple of 64.
     """
 
     def __init__(self, make: MakeLink, poller: Poller) -> None:
@@ -27,6 +29,7 @@ class Member:
         self.events: list[Event] = []
         self.received: dict[Conn, list[Content]] = {}
         self.reading = True
+        self.skews: list[int] = []
         self._bodies: dict[Conn, tuple[bytes, bytearray]] = {}
         self._number = 0
 
@@ -61,7 +64,8 @@ class Member:
         if body is None:
             return False
         assert len(body) == nbytes
-        assert (address(body) + conn.lead) % (16 if conn.lead else 64) == 0
+        self.skews.append((address(body) + conn.lead) % 64)
+        assert conn.lead or not self.skews[-1]
         body[-1:] = bytes(body[-1:])  # it is writable
         self.received.setdefault(conn, []).append((head, bytes(body)))
         return True

@@ -149,7 +149,7 @@ class ScriptedConn(Conn):
             return None
         self._body = None
         area = memoryview(bytearray(len(body) + ALIGNMENT))
-        start = -(address(area) + self.lead) % ALIGNMENT
+        start = (self.link.skew - address(area) - self.lead) % ALIGNMENT
         area[start : start + len(body)] = body
         return area[start : start + len(body)]
 
@@ -189,6 +189,7 @@ class ScriptedLink(Link):
         abrupt: Whether `Conn.close` throws away what is still in flight.
         whole_bytes: Of its connections; with any, bodies can be kept where they are.
         most_unanswered: Of its connections.
+        skew: Where bodies are that are kept, beyond the alignment of arrays in them.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(reach="process")
@@ -215,6 +216,7 @@ class ScriptedLink(Link):
         self.chunk_bytes = chunk_bytes
         self.capacity = 1000
         self.pieces = 1
+        self.skew = 0
         self.abrupt = False
         self.conns: dict[ScriptedConn, None] = {}
         self._events: deque[Event] = deque()

@@ -112,6 +112,19 @@ def test_what_precedes_a_body_is_no_part_of_the_message(lead: int) -> None:
     assert b.taken == []
 
 
+@pytest.mark.parametrize("skew", [1, 8, 16, 24, 48])
+@pytest.mark.parametrize("lead", [0, 8])
+def test_a_body_at_an_odd_address_is_copied(lead: int, skew: int) -> None:
+    """By its receiver: the engine's memory may be anywhere."""
+    world, a, b = subscribed(leads=(lead,))
+    b.link.skew = skew
+    assert a.publish("t", LARGE)
+    world.settle()
+
+    assert b.payloads() == [LARGE]
+    assert b.taken == ([len(LARGE)] if skew % 16 else [])
+
+
 @pytest.mark.parametrize("leads", [(8, 0), (0, 8)])
 def test_a_body_goes_over_a_connection_with_another_lead(
     leads: tuple[int, int],

@@ -73,6 +73,19 @@ def test_large_bodies_are_for_wires_within_the_host(wire: str) -> None:
     assert found == [(whole, False) if wire == "ipc" else (0, True)] * 2
 
 
+@pytest.mark.parametrize("nbytes", [33_000, 200_000, 1_250_000, WHOLE_BYTES])
+def test_what_follows_the_lead_is_aligned(nbytes: int) -> None:
+    """Where ZeroMQ has it, at both ends: else the mesh would copy every body."""
+    with World(functools.partial(ZmqLink, wires=("ipc",))) as world:
+        for sender in world.connect():
+            for _ in range(4):
+                world.send(sender, b"head", bytes(nbytes))
+        members = world.members
+        world.until(lambda: all(len(m.skews) == 2 for m in members), "every other body")
+
+    assert not any(skew % 16 for member in members for skew in member.skews)
+
+
 @pytest.mark.parametrize("parts", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_message_breaks_only_the_connection_it_came_on(
     raw_dealer: RawDealer, parts: list[bytes]

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from mq.buffers import ALIGNMENT, aligned
-from mq.mappings import address
 from mq.transport import (
     CHUNK_BYTES,
     LINGER_SECONDS,
@@ -268,14 +266,7 @@ class ZmqConn(Conn):
     def take_body(self) -> memoryview | None:
         frame = self.port.receive_frame()
         body = frame.buffer
-        if not self._ends_with(len(body), bool(frame.more)):
-            return None
-        if (address(body) + LEAD_BYTES) % 16:  # of another allocator, or a tiny one
-            skipped = -LEAD_BYTES % ALIGNMENT
-            place = aligned(skipped + len(body))[skipped:]
-            place[:] = body
-            body = place
-        return body
+        return body if self._ends_with(len(body), bool(frame.more)) else None
 
     def _ends_with(self, nbytes: int, more: bool) -> bool:
         """Whether the message ends as it should, with a body of so many bytes."""

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from mq.borrowing import Key, Returns, arm, is_borrowed
+from mq.buffers import copy
+from mq.frames import ARRAY_ALIGNMENT
+from mq.mappings import address
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.copying import Borrow, counter_of
@@ -325,7 +329,7 @@ class Source:
             return None
         stream = self._stream
         if body is not None:
-            stream, take = None, lambda nbytes: body
+            stream, take = None, partial(_kept, body, take)
         if chunk.offset == 0 and (stream is None or stream.sequence != chunk.sequence):
             self._check_credit(chunk.sequence)
             if chunk.total > limit:
@@ -362,6 +366,15 @@ class Source:
                 fifo, Run(self, chunk.sequence, (chunk.published_at,), [content])
             )
             self._stream = None
+
+
+def _kept(body: memoryview, take: Take, nbytes: int) -> memoryview:
+    """A message where it arrived, or a copy where its arrays would not be aligned."""
+    if not address(body) % ARRAY_ALIGNMENT:
+        return body
+    area = take(nbytes)
+    copy(body, area)
+    return area
 
 
 class Arrivals(NamedTuple):
