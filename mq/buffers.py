@@ -1,7 +1,9 @@
 """Memory for messages, used again: new pages are several times slower than warm ones.
 
-A buffer returns to its pool when the last view of it dies. Finalizers run in any thread
-at any moment, even inside `Pool.take`, so all that they do is to append to a deque.
+A buffer returns to its pool when the last view of it dies: in any thread, at any
+moment, even inside `Pool.take`. All that happens then is one call into C, which appends
+to a deque: a finalizer in Python, and those of some engines, would run handlers of
+signals and swallow what they raise, a Ctrl-C of the application's.
 """
 
 from __future__ import annotations
@@ -85,17 +87,42 @@ class PoolStats(NamedTuple):
 
 
 class _Lease(np.ndarray[Any, Any]):
-    """The whole of a region in use; every view of it refers to it."""
+    """Memory in use; a class of its own, as NumPy lets views skip plain arrays."""
 
-    _region: mmap.mmap | None = None
-    _returned: deque[mmap.mmap]
 
-    # A view of a lease that is a lease too starts without a region, by the class
-    # attribute, so a region has one owner and returns once.
+class _Ending(weakref.ref[_Lease]):
+    """Notes the end of a lease; keeps its memory until somebody has seen that."""
 
-    def __del__(self) -> None:
-        if self._region is not None:
-            self._returned.append(self._region)
+    __slots__ = ("memory",)
+
+    memory: Any
+
+
+class _Leases:
+    """Memory of which views live."""
+
+    def __init__(self) -> None:
+        self._ended: deque[_Ending] = deque()
+        self._all: dict[int, _Ending] = {}
+
+    def lease(self, memory: mmap.mmap | memoryview, nbytes: int) -> memoryview:
+        """The first bytes of it, writable."""
+        lease = np.ndarray.__new__(_Lease, (nbytes,), np.uint8, memory)
+        ending = _Ending(lease, self._ended.append)
+        ending.memory = memory
+        self._all[id(ending)] = ending
+        view: memoryview = lease.data
+        return view
+
+    def ended(self) -> list[Any]:
+        """The memory of which the last view has died since the last call."""
+        found = []
+        with contextlib.suppress(IndexError):  # no more, or another thread was faster
+            while True:
+                ending = self._ended.popleft()
+                del self._all[id(ending)]
+                found.append(ending.memory)
+        return found
 
 
 class Pool:
@@ -116,7 +143,7 @@ class Pool:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._returned: deque[mmap.mmap] = deque()
+        self._leases = _Leases()
         # By size, the newest last; and the moment of each one's return.
         self._idle: dict[int, list[tuple[float, mmap.mmap]]] = {}
         self._idle_bytes = 0
@@ -142,14 +169,11 @@ class Pool:
             self._in_use_bytes += size
         if region is None:
             region = self._map(size)
-        lease = np.ndarray.__new__(_Lease, (nbytes,), np.uint8, region)
-        lease._returned = self._returned
-        lease._region = region
-        area: memoryview = lease.data
-        return area
+        return self._leases.lease(region, nbytes)
 
     def trim(self, older_than_seconds: float = 0.0) -> None:
         """Give idle memory back to the system, where it is idle for so long."""
+        _engines.ended()
         horizon = time.monotonic() - older_than_seconds
         with self._lock:
             self._collect()
@@ -199,10 +223,9 @@ class Pool:
         return entries.pop()[1]
 
     def _collect(self) -> None:
-        """Take in what finalizers returned; needs the lock."""
+        """Take in what has come back; needs the lock."""
         now = time.monotonic()
-        while self._returned:
-            region = self._returned.popleft()
+        for region in self._leases.ended():
             size = len(region)
             self._in_use -= 1
             self._in_use_bytes -= size
@@ -246,10 +269,22 @@ def _small(nbytes: int) -> memoryview:
     return memory.data[start : start + nbytes]
 
 
+def keep(memory: memoryview) -> memoryview:
+    """Memory of an engine's, to hand out; it goes back when the next is kept.
+
+    Or by the next `trim` of a pool, but not in the middle of the application's work.
+    """
+    _engines.ended()
+    return _engines.lease(memory, len(memory))
+
+
+_engines = _Leases()
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    global _engines
+    _engines = _Leases()
     # Another thread may have held a lock, or been in the middle of a list.
     for pool in list(_pools):
         pool._reset()

@@ -196,8 +196,8 @@ class Conn(ABC):
         Returns:
             Writable, contiguous, format 'B', of exactly the body's size; nobody else's,
             as long as a view of it exists. Where what follows `lead` is not aligned to
-            16 bytes, which arrays need, the mesh copies it. None: take it
-            otherwise.
+            16 bytes, which arrays need, the mesh copies it. None: take it otherwise, or
+            the connection has turned out to be broken.
         """
         return None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mq.buffers import ALIGNMENT, REGION_BYTES, Pool, class_bytes
+from mq.buffers import ALIGNMENT, REGION_BYTES, Pool, class_bytes, keep
 
 MIB = 1 << 20
 
@@ -193,3 +195,36 @@ def test_taking_and_dropping_does_not_grow_the_process() -> None:
     for _ in range(1000):
         pool.take(16 * MIB)[:: 1 << 20].tolist()
     assert (pool.stats().misses, pool.stats().hits) == (1, 999)
+
+
+@pytest.mark.parametrize("nbytes", [REGION_BYTES - 1, REGION_BYTES, 4 * REGION_BYTES])
+@pytest.mark.parametrize("of", ["the pool", "an engine"])
+def test_a_buffer_that_goes_keeps_no_interrupt_from_the_application(
+    of: str, nbytes: int
+) -> None:
+    """One that came while the application called what had the last reference."""
+    pool = Pool(1 << 30)
+    views = [pool.take(nbytes) if of == "the pool" else keep(_Noisy.area(nbytes))]
+    interrupt = ctypes.CDLL(None)["raise"]
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(int(signal.SIGINT), ctypes.py_object(views.pop()))
+
+    assert pool.stats().in_use == 0
+    assert _Noisy.ended == 0
+    keep(memoryview(b"next"))
+    assert _Noisy.ended == (of == "an engine")
+    _Noisy.ended = 0
+
+
+class _Noisy(np.ndarray[Any, Any]):
+    """An engine's memory, at whose end handlers of signals run."""
+
+    ended = 0
+
+    @classmethod
+    def area(cls, nbytes: int) -> memoryview:
+        area: memoryview = np.ndarray.__new__(cls, (nbytes,), np.uint8).data
+        return area
+
+    def __del__(self) -> None:
+        type(self).ended += 1

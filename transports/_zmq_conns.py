@@ -259,6 +259,8 @@ class ZmqConn(Conn):
 
     def receive_body(self, into: memoryview) -> bool:
         port = self.port
+        if not self.body_nbytes:  # `take_body` has seen that it is malformed
+            return False
         arrived = port.socket.recv_into(into, flags=NOW)
         port.stale()
         return self._ends_with(arrived, port.more())

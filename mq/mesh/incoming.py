@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from mq.borrowing import Key, Returns, arm, is_borrowed
-from mq.buffers import copy
+from mq.buffers import copy, keep
 from mq.frames import ARRAY_ALIGNMENT
 from mq.mappings import address
 from mq.mesh import wire
@@ -371,7 +371,7 @@ class Source:
 def _kept(body: memoryview, take: Take, nbytes: int) -> memoryview:
     """A message where it arrived, or a copy where its arrays would not be aligned."""
     if not address(body) % ARRAY_ALIGNMENT:
-        return body
+        return keep(body)
     area = take(nbytes)
     copy(body, area)
     return area

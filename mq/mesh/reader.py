@@ -207,7 +207,8 @@ class Reader:
         if not nbody and not chunk.part:
             raise Malformed("chunk of nothing")
         body = None
-        if nbody == chunk.total + conn.lead and not (chunk.offset or chunk.part):
+        is_all = chunk.total and not (chunk.offset or chunk.part)
+        if is_all and nbody == chunk.total + conn.lead:
             body = conn.take_body()
             if body is not None:
                 nbody, body = chunk.total, body[conn.lead :]

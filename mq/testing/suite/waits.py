@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 import mq
 from mq.testing import programs
@@ -152,6 +155,45 @@ def interrupt_that_does_not_wake_the_call_ends_it_too(group: Group) -> None:
     host.ask(_read_in_a_thread).result()  # which looks after the engine from now on
     _interrupt_each_call(host, _interrupt_elsewhere)
     host.ask(_check_after_interrupts).result()
+
+
+def _interrupt_while_dropped(worker: Any, nbytes: int) -> int:
+    """How many of the signals came through that were sent as a payload went."""
+    writer, reader = worker.queue
+    send = ctypes.CDLL(None)["raise"]
+    seen = 0
+    for number in range(5):
+        writer.publish("t", np.full(nbytes, number, np.uint8), timeout=STEP)
+        payloads = [reader.recv(timeout=STEP).payload]
+        assert (payloads[0] == number).all()
+        try:
+            # Its last reference goes as the call returns, which the signal came in.
+            send(int(signal.SIGINT), ctypes.py_object(payloads.pop()))
+        except KeyboardInterrupt:
+            seen += 1
+    return seen
+
+
+def _make_pair(worker: Any, backend: str, options: dict[str, Any]) -> None:
+    writer, reader = (mq.connect(backend, name=n, **options) for n in "wr")
+    reader.subscribe("t", timeout=STEP)
+    worker.queue = writer, reader
+
+
+def _close_pair(worker: Any) -> None:
+    for queue in worker.queue:
+        queue.close(linger=0.0)
+    worker.queue = None
+
+
+@case("Interrupt")
+def interrupt_is_not_lost_as_a_payload_goes(group: Group) -> None:
+    """What its memory's return does runs no handler, whose exception would be lost."""
+    host = group.process("host")
+    host.ask(_make_pair, group.backend, group.options()).result()
+    for nbytes in (40_000, 200_000, 2_000_000):
+        assert host.ask(_interrupt_while_dropped, nbytes).result() == 5
+    host.ask(_close_pair).result()
 
 
 def _waits_in_close(queue: mq.MQ) -> None:
