@@ -10,6 +10,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -670,6 +671,92 @@ static PyType_Spec gate_spec = {
     .slots = gate_slots,
 };
 
+/* -- the bell ---------- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *note;
+    int fd;
+} Bell;
+
+static PyObject *
+bell_call(Bell *bell, PyObject *args, PyObject *kwargs)
+{
+    PyObject *ended;
+    if (!PyArg_ParseTuple(args, "O", &ended))
+        return NULL;
+    PyObject *noted = PyObject_CallOneArg(bell->note, ended);
+    if (noted == NULL)
+        return NULL;
+    Py_DECREF(noted);
+    uint64_t one = 1;
+    /* Without blocking: and if it is full it is readable anyway. */
+    if (bell->fd >= 0 && write(bell->fd, &one, sizeof one) < 0)
+        errno = 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+bell_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *note;
+    if (!PyArg_ParseTuple(args, "O", &note))
+        return NULL;
+    Bell *bell = (Bell *)type->tp_alloc(type, 0);
+    if (bell != NULL) {
+        bell->note = Py_NewRef(note);
+        bell->fd = -1;
+    }
+    return (PyObject *)bell;
+}
+
+static int
+bell_traverse(Bell *bell, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(bell));
+    Py_VISIT(bell->note);
+    return 0;
+}
+
+static int
+bell_clear(Bell *bell)
+{
+    Py_CLEAR(bell->note);
+    return 0;
+}
+
+static void
+bell_dealloc(Bell *bell)
+{
+    PyTypeObject *type = Py_TYPE(bell);
+    PyObject_GC_UnTrack(bell);
+    bell_clear(bell);
+    type->tp_free(bell);
+    Py_DECREF(type);
+}
+
+static PyMemberDef bell_members[] = {
+    {"fd", T_INT, offsetof(Bell, fd), 0, NULL},
+    {NULL},
+};
+
+static PyType_Slot bell_slots[] = {
+    {Py_tp_new, bell_new},
+    {Py_tp_call, bell_call},
+    {Py_tp_dealloc, bell_dealloc},
+    {Py_tp_traverse, bell_traverse},
+    {Py_tp_clear, bell_clear},
+    {Py_tp_members, bell_members},
+    {0, NULL},
+};
+
+static PyType_Spec bell_spec = {
+    .name = "mq._speed.Bell",
+    .basicsize = sizeof(Bell),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = bell_slots,
+};
+
 /* -- copies by several threads ---------- */
 
 #define SLICE ((size_t)512 * 1024)
@@ -1078,16 +1165,24 @@ static struct PyModuleDef definition = {
     .m_methods = methods,
 };
 
+static int
+add_type(PyObject *module, const char *name, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromSpec(spec);
+    if (type == NULL || PyModule_AddObject(module, name, type) == 0)
+        return type == NULL ? -1 : 0;
+    Py_DECREF(type);
+    return -1;
+}
+
 PyMODINIT_FUNC
 PyInit__speed(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    PyObject *gate = module == NULL ? NULL : PyType_FromSpec(&gate_spec);
-    if (gate == NULL || !intern_names() || add_lock(module) < 0
-        || PyModule_AddObject(module, "Gate", gate) < 0) {
-        Py_XDECREF(gate);
-        Py_XDECREF(module);
-        return NULL;
-    }
-    return module;
+    if (module != NULL && intern_names() && add_lock(module) == 0
+        && add_type(module, "Gate", &gate_spec) == 0
+        && add_type(module, "Bell", &bell_spec) == 0)
+        return module;
+    Py_XDECREF(module);
+    return NULL;
 }

@@ -1,6 +1,7 @@
 import threading
 from typing import Any
 
+from mq.bell import Bell as Bell
 from mq.mesh.gate import Gate as Gate
 from mq.mesh.ready import PopReady
 from mq.plain import DecodeRun

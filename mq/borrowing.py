@@ -12,7 +12,6 @@ another program: until nobody has the other end of a pipe that the child got.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -26,6 +25,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from mq import speed
 from mq.buffers import Pool, copy
 from mq.frames import has_buffers
 from mq.mappings import address, discard, map_descriptor
@@ -186,16 +186,14 @@ class Ending(weakref.ref[_Borrowed]):
         key: Whose message it is of.
         mapping, offset, nbytes: Where it is.
         shown: Whether the application has it.
-        alarm: Wakes the mesh when the view dies and somebody waits for that.
     """
 
-    __slots__ = ("alarm", "key", "mapping", "nbytes", "offset", "shown")
+    __slots__ = ("key", "mapping", "nbytes", "offset", "shown")
     key: Key
     mapping: Mapping
     offset: int
     nbytes: int
     shown: bool
-    alarm: weakref.ref[_Borrowed]
 
 
 class Returns:
@@ -204,22 +202,15 @@ class Returns:
     Attributes:
         queue: They, until the mesh has told their owners.
         endings: Of all views of which the owners were not told.
-        hurry: Whether some peer waits for memory, so that `wake` is called at once.
+        bell: Notes them; its `fd` wakes the mesh while some peer waits for memory.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.queue: deque[Ending] = deque()
         self.endings: dict[int, Ending] = {}
-        self.hurry = False
-        self.wake = wake
+        self.bell = speed.Bell(self.queue.append)
         self._forks: deque[tuple[int, list[_Borrowed]]] = deque()
         _all_returns.add(self)
-
-    def alarm(self, ended: object) -> None:
-        """A view has died."""
-        if self.hurry:
-            with contextlib.suppress(Exception):
-                self.wake()
 
     def ended(self) -> list[Ending]:
         """The views that have died, until `forget`."""
@@ -239,6 +230,7 @@ class Returns:
 
     def close(self) -> None:
         """Nobody is to be told any more."""
+        self.bell.fd = -1
         self.endings.clear()
         self.queue.clear()
         while self._forks:
@@ -269,6 +261,7 @@ class Returns:
 
     def abandon(self) -> None:
         """In a forked child: its parent keeps what there is to keep."""
+        self.bell.fd = -1
         while self._forks:
             os.close(self._forks.popleft()[0])
 
@@ -312,10 +305,8 @@ def arm(area: memoryview, returns: Returns, key: Key) -> None:
     """Have the death of the last view of a borrowed area noted."""
     lease = area.obj
     assert isinstance(lease, _Borrowed)
-    # The newest reference is called first: then what the alarm is about is noted.
-    alarm: weakref.ref[_Borrowed] = weakref.ref(lease, returns.alarm)
-    ending = Ending(lease, returns.queue.append)
-    ending.key, ending.alarm, ending.shown = key, alarm, False
+    ending = Ending(lease, returns.bell)
+    ending.key, ending.shown = key, False
     ending.mapping, ending.offset = lease.place
     ending.nbytes = len(area)
     returns.endings[id(ending)] = lease.ending = ending

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from mq import plain
+from mq import bell, plain
 from mq.mesh import gate, ready
 
 try:
@@ -67,6 +67,7 @@ def _none(*arguments: object) -> int:
 
 
 Gate: Final[type[gate.Gate]] = _speed.Gate if COMPILED else gate.Gate
+Bell: Final[type[bell.Bell]] = _speed.Bell if COMPILED else bell.Bell
 encode_plain: Final[Callable[[Any], bytes | None]] = (
     _speed.encode_plain if COMPILED else plain.encode_plain
 )

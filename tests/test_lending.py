@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import re
+import select
 import sys
 import tempfile
 import threading
@@ -27,6 +28,7 @@ from mq.borrowing import Key, Mapping, Returns, Unmapped, arm, is_borrowed, sett
 from mq.buffers import Pool
 from mq.lending import BLOCK_BYTES, Block, Lender
 from mq.mappings import HUGE_BYTES, address, map_descriptor, reserve
+from mq.mesh.poller import Poller
 from mq.segments import Segment
 
 LIMIT = 8 * BLOCK_BYTES
@@ -319,8 +321,8 @@ def test_what_a_reader_writes_stays_with_it_until_it_is_forgotten() -> None:
     """Neither the owner nor another reader sees it, nor a later message there."""
     segment = Segment(LIMIT, LIMIT)
     segment.map[:5] = b"first"
-    ours, area = borrowed(Returns(lambda: None), segment)
-    theirs, other = borrowed(Returns(lambda: None), segment)
+    ours, area = borrowed(Returns(), segment)
+    theirs, other = borrowed(Returns(), segment)
     area[:5] = b"wrote"
     assert (segment.map[:5], bytes(other[:5])) == (b"first", b"first")
     ours.forget_writes(0, mmap.PAGESIZE)
@@ -334,7 +336,7 @@ def test_writes_are_forgotten_where_the_kernel_cannot_tell_which_they_were(
 ) -> None:
     """Before Linux 6.7, and where /proc is missing, all of the view is."""
     segment = Segment(LIMIT, LIMIT)
-    mapping, area = borrowed(Returns(lambda: None), segment)
+    mapping, area = borrowed(Returns(), segment)
     area[:] = b"x" * len(area)
 
     def missing(*args: object) -> int:
@@ -348,7 +350,7 @@ def test_writes_are_forgotten_where_the_kernel_cannot_tell_which_they_were(
 def test_the_death_of_a_view_is_noted_once_whoever_drops_it() -> None:
     """In another thread, or by the collector of cycles."""
     segment = Segment(LIMIT, LIMIT)
-    returns = Returns(lambda: None)
+    returns = Returns()
     held: list[Any] = [borrowed(returns, segment)[1][10:20]]
     thread = threading.Thread(target=held.clear)
     thread.start()
@@ -362,17 +364,26 @@ def test_the_death_of_a_view_is_noted_once_whoever_drops_it() -> None:
 
 
 def test_a_view_wakes_the_mesh_only_where_somebody_waits() -> None:
-    """And what it is woken for is noted by then."""
+    """And what it is woken for is noted by then; not once nobody is to be told."""
     segment = Segment(LIMIT, LIMIT)
-    woken: list[int] = []
-    returns = Returns(lambda: woken.append(len(returns.queue)))
-    held = [borrowed(returns, segment)[1]]
-    held.clear()
-    assert not woken
-    returns.hurry = True
-    held = [borrowed(returns, segment)[1]]
-    held.clear()
-    assert woken == [2]
+    returns = Returns()
+    poller = Poller()
+    try:
+        for fd, noted in ((-1, 1), (poller.wake_fd, 2)):
+            returns.bell.fd = fd
+            held = [borrowed(returns, segment)[1]]
+            held.clear()
+            assert len(returns.queue) == noted
+            assert is_readable(poller.wake_fd) == (fd >= 0)
+        returns.close()
+        assert returns.bell.fd == -1
+    finally:
+        poller.close()
+
+
+def is_readable(fd: int) -> bool:
+    """Whether something was written there."""
+    return bool(select.select([fd], [], [], 0)[0])
 
 
 def test_after_the_end_a_view_keeps_its_memory_and_nothing_keeps_it_afterwards() -> (
@@ -380,7 +391,7 @@ def test_after_the_end_a_view_keeps_its_memory_and_nothing_keeps_it_afterwards()
 ):
     """A queue that was closed is told of no view any more."""
     segment = Segment(LIMIT, LIMIT)
-    returns = Returns(lambda: None)
+    returns = Returns()
     mapping, area = borrowed(returns, segment)
     gone = weakref.ref(mapping)
     del mapping
@@ -411,7 +422,7 @@ def test_memory_that_cannot_be_mapped_is_copied() -> None:
 def test_a_copying_subscriber_gets_memory_of_its_own() -> None:
     """And the publisher's is free as soon as nobody else has a view."""
     segment = Segment(LIMIT, LIMIT)
-    returns = Returns(lambda: None)
+    returns = Returns()
     _, area = borrowed(returns, segment)
     own, in_place = settle(area, Pool(0), zero_copy=False)
     assert (in_place, is_borrowed(own)) == (False, False)
@@ -427,7 +438,7 @@ def test_a_view_lives_as_long_as_a_forked_child_may_read_it() -> None:
     """It is given back when the child has ended, although the parent dropped it."""
     segment = Segment(LIMIT, LIMIT)
     segment.map[:5] = b"first"
-    returns = Returns(lambda: None)
+    returns = Returns()
     held = [borrowed(returns, segment)[1]]
     settle(held[0], Pool(0), zero_copy=True)
     reader, writer = os.pipe()

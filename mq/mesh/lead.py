@@ -97,7 +97,7 @@ class Lead:
         self._ready: list[int] = []
         self._seen = 0
         self._listeners: list[Callable[[], None]] = []
-        mesh.wake = poller.wake
+        mesh.wake, mesh.wake_fd = poller.wake, poller.wake_fd
         mesh.watch_added = poller.register
         mesh.watch_removed = poller.unregister
         self._upkeep_at = 0.0

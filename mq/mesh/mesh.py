@@ -64,8 +64,7 @@ class Mesh:
         self._take = take
         self.stats = MeshStats()
         self.publisher = Publisher(take, Cutting.of(links))
-        returns = Returns(lambda: self.wake())
-        self.subscriber = Subscriber(take, config.max_message_bytes, returns)
+        self.subscriber = Subscriber(take, config.max_message_bytes, Returns())
         self.sessions: dict[str, Session] = {}
         self.conns: dict[Conn, Session] = {}
         self.reader = Reader(self)
@@ -79,6 +78,7 @@ class Mesh:
         self._polling = False
         self._unfinished = False
         self.wake: Callable[[], None] = lambda: None
+        self.wake_fd = -1  # does the same when it is written to
         self.watch_added: Callable[[int], None] = lambda fd: None
         self.watch_removed: Callable[[int], None] = lambda fd: None
 
@@ -342,7 +342,7 @@ class Mesh:
     def hurry(self) -> None:
         """See whether some peer waits for its memory to be given back."""
         waits = any(session.peer_waits for session in self.sessions.values())
-        self.subscriber.returns.hurry = waits
+        self.subscriber.returns.bell.fd = self.wake_fd if waits else -1
         if waits and self.subscriber.returns.queue:
             self.wake()
 

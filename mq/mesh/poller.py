@@ -37,6 +37,7 @@ class Poller:
         spins: Whether waits may spin at all: not where one core is all there is, nor
             where what comes is from threads of this process, which need the interpreter
             lock for it.
+        wake_fd: 8 bytes written there, as to an eventfd, wake it, too.
     """
 
     def __init__(self) -> None:
@@ -46,11 +47,11 @@ class Poller:
             # Each write is an edge, so that nobody need read: a system call less, and
             # with it a hand-over of the interpreter lock.
             self._reader = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._writer = self._reader
+            self.wake_fd = self._reader
         else:
-            self._reader, self._writer = os.pipe()
+            self._reader, self.wake_fd = os.pipe()
             os.set_blocking(self._reader, False)
-            os.set_blocking(self._writer, False)
+            os.set_blocking(self.wake_fd, False)
         self._fds = {self._reader}
         self._woken = False
         self.spins = cores() > 1
@@ -91,7 +92,7 @@ class Poller:
         if not self._woken:
             self._woken = True
             try:
-                os.write(self._writer, _ONE)
+                os.write(self.wake_fd, _ONE)
             except (BlockingIOError, OSError):  # full: the wait ends anyway; or closed
                 pass
 
@@ -168,8 +169,8 @@ class Poller:
             if self._epoll is not None:
                 self._epoll.close()
             os.close(self._reader)
-            if self._writer != self._reader:
-                os.close(self._writer)
+            if self.wake_fd != self._reader:
+                os.close(self.wake_fd)
 
 
 def _yield() -> None:

@@ -174,9 +174,11 @@ def _interrupt_while_dropped(worker: Any, nbytes: int) -> int:
     return seen
 
 
-def _make_pair(worker: Any, backend: str, options: dict[str, Any]) -> None:
+def _make_pair(
+    worker: Any, backend: str, options: dict[str, Any], zero_copy: bool
+) -> None:
     writer, reader = (mq.connect(backend, name=n, **options) for n in "wr")
-    reader.subscribe("t", timeout=STEP)
+    reader.subscribe("t", zero_copy=zero_copy, timeout=STEP)
     worker.queue = writer, reader
 
 
@@ -186,14 +188,24 @@ def _close_pair(worker: Any) -> None:
     worker.queue = None
 
 
-@case("Interrupt")
-def interrupt_is_not_lost_as_a_payload_goes(group: Group) -> None:
-    """What its memory's return does runs no handler, whose exception would be lost."""
+def _interrupt_as_it_goes(group: Group, zero_copy: bool) -> None:
     host = group.process("host")
-    host.ask(_make_pair, group.backend, group.options()).result()
+    host.ask(_make_pair, group.backend, group.options(), zero_copy).result()
     for nbytes in (40_000, 200_000, 2_000_000):
         assert host.ask(_interrupt_while_dropped, nbytes).result() == 5
     host.ask(_close_pair).result()
+
+
+@case("Interrupt")
+def interrupt_is_not_lost_as_a_payload_goes(group: Group) -> None:
+    """What its memory's return does runs no handler, whose exception would be lost."""
+    _interrupt_as_it_goes(group, zero_copy=False)
+
+
+@case("Interrupt", compiled=True)
+def interrupt_is_not_lost_as_a_view_goes(group: Group) -> None:
+    """Nor does what tells the publisher that its memory is not viewed any more."""
+    _interrupt_as_it_goes(group, zero_copy=True)
 
 
 def _waits_in_close(queue: mq.MQ) -> None:
