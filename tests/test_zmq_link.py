@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +13,7 @@ import zmq
 from link_fixtures import own_temporary_directory
 from link_world import PATIENCE, World
 
+from mq.addresses import split
 from mq.mesh.poller import Poller
 from mq.transport import MAX_HEAD_BYTES, What
 from transports._zmq_conns import LEAD_BYTES, WHOLE_BYTES
@@ -166,6 +168,24 @@ def test_a_message_interrupted_while_it_is_sent_breaks_its_connection(
             received = world.members[peer].received.setdefault(end, [])
             world.until(lambda: bool(received), "the next message")
             assert received == [(b"next", b"")]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_an_interrupt_left_of_an_event_is_passed_over(parts: int) -> None:
+    """Where signals do not wait, one may come between its parts."""
+    with World(tcp, 2) as world:
+        listener = world.members[1]
+        host, port = split(listener.addresses[0])
+        monitor = listener.link._monitor.socket  # type: ignore[attr-defined]
+        with socket.create_connection((host, port)):  # of which it tells
+            assert monitor.poll(PATIENCE * 1000)
+            for _ in range(parts):
+                monitor.recv(zmq.NOBLOCK)
+            conn, accepted = world.connect(0, 1)
+            world.send(conn, b"head", b"body")
+            received = listener.received.setdefault(accepted, [])
+            world.until(lambda: bool(received), "the message")
+        assert received == [(b"head", b"body")]
 
 
 def test_a_dial_without_descriptors_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

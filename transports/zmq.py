@@ -254,7 +254,12 @@ class ZmqLink(Link):
         self._monitor.stale()
         while self._monitor.events() & IN:
             self._monitor.stale()
-            name, event, _ = self._monitor.socket.recv_multipart(NOW)
+            parts = self._monitor.socket.recv_multipart(NOW)
+            if len(parts) != 3:
+                # The rest of what an interrupt was in the middle of, where signals do
+                # not wait; the mesh has dropped all connections then.
+                continue
+            name, event, _ = parts
             code, fd = struct.unpack("=HI", event)
             if code in _UP:
                 self.descriptors[name, fd] = _inode(fd)
