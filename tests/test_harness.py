@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import mq
-from mq.testing import Group, MemberDied, Proxy, StepTimeout, expect, worker
+from mq.testing import Group, MemberDied, Proxy, StepTimeout, expect, waiting, worker
 from mq.transport import Capabilities
 
 
@@ -258,3 +258,21 @@ def test_proxy_corrupts_as_many_pieces_as_asked(
     assert len(spoilt) == 1000
     assert proxy.corrupted()
     assert _exchange(client, bytes(1000)) == bytes(1000)
+
+
+def test_time_that_the_machine_was_not_given_is_not_the_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the core that lost the most, as others may have stood still meanwhile."""
+    assert all(seconds >= 0.0 for seconds in waiting.stolen_seconds())
+    for now, expected in (
+        ([10.0, 20.0], 0.5),
+        ([10.25, 20.125], 0.25),
+        ([10.0, 20.5, 7.0], 0.0),  # a core was added
+        ([], 0.5),  # or such time is not counted
+    ):
+        monkeypatch.setattr(waiting, "stolen_seconds", lambda: [10.0, 20.0])
+        watch = waiting.Stopwatch()
+        began = watch.began
+        monkeypatch.setattr(waiting, "stolen_seconds", lambda now=now: now)
+        assert watch.seconds(began + 0.5) == pytest.approx(expected)

@@ -18,7 +18,7 @@ from mq.testing import programs
 from mq.testing.cases import case
 from mq.testing.harness import Group
 from mq.testing.member import Member
-from mq.testing.waiting import STEP, wait_until
+from mq.testing.waiting import STEP, Stopwatch, wait_until
 
 
 def _full_pair(backend: str, options: dict[str, Any]) -> tuple[mq.MQ, mq.MQ, int]:
@@ -110,9 +110,9 @@ def _interrupt(
     asks = host.ask(_main_thread_waits, worker_main=False)
     while not asks.result():
         asks = host.ask(_main_thread_waits, worker_main=False)
-    sent = time.monotonic()
+    watch = Stopwatch()
     interrupt(host)
-    return float(waiting.result()) - sent
+    return watch.seconds(waiting.result())
 
 
 def _interrupt_each_call(host: Member, interrupt: Callable[[Member], None]) -> None:
