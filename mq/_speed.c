@@ -690,9 +690,9 @@ bell_call(Bell *bell, PyObject *args, PyObject *kwargs)
         return NULL;
     Py_DECREF(noted);
     uint64_t one = 1;
-    /* Without blocking: and if it is full it is readable anyway. */
+    int before = errno;
     if (bell->fd >= 0 && write(bell->fd, &one, sizeof one) < 0)
-        errno = 0;
+        errno = before; /* it is full, and so readable anyway */
     Py_RETURN_NONE;
 }
 
@@ -718,19 +718,12 @@ bell_traverse(Bell *bell, visitproc visit, void *arg)
     return 0;
 }
 
-static int
-bell_clear(Bell *bell)
-{
-    Py_CLEAR(bell->note);
-    return 0;
-}
-
 static void
 bell_dealloc(Bell *bell)
 {
     PyTypeObject *type = Py_TYPE(bell);
     PyObject_GC_UnTrack(bell);
-    bell_clear(bell);
+    Py_CLEAR(bell->note);
     type->tp_free(bell);
     Py_DECREF(type);
 }
@@ -740,12 +733,12 @@ static PyMemberDef bell_members[] = {
     {NULL},
 };
 
+/* What it notes in can be cleared, so it need not be: it may be called to the last. */
 static PyType_Slot bell_slots[] = {
     {Py_tp_new, bell_new},
     {Py_tp_call, bell_call},
     {Py_tp_dealloc, bell_dealloc},
     {Py_tp_traverse, bell_traverse},
-    {Py_tp_clear, bell_clear},
     {Py_tp_members, bell_members},
     {0, NULL},
 };
