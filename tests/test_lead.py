@@ -24,6 +24,7 @@ class CountingPoller:
 
     def __init__(self) -> None:
         self.wakes = 0
+        self.wake_fd = -1
 
     def register(self, fd: int) -> None: ...
 
