@@ -675,20 +675,12 @@ static PyType_Spec gate_spec = {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *note;
     int fd;
 } Bell;
 
 static PyObject *
 bell_call(Bell *bell, PyObject *args, PyObject *kwargs)
 {
-    PyObject *ended;
-    if (!PyArg_ParseTuple(args, "O", &ended))
-        return NULL;
-    PyObject *noted = PyObject_CallOneArg(bell->note, ended);
-    if (noted == NULL)
-        return NULL;
-    Py_DECREF(noted);
     uint64_t one = 1;
     int before = errno;
     if (bell->fd >= 0 && write(bell->fd, &one, sizeof one) < 0)
@@ -699,31 +691,18 @@ bell_call(Bell *bell, PyObject *args, PyObject *kwargs)
 static PyObject *
 bell_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *note;
-    if (!PyArg_ParseTuple(args, "O", &note))
+    if (!PyArg_ParseTuple(args, ""))
         return NULL;
     Bell *bell = (Bell *)type->tp_alloc(type, 0);
-    if (bell != NULL) {
-        bell->note = Py_NewRef(note);
+    if (bell != NULL)
         bell->fd = -1;
-    }
     return (PyObject *)bell;
 }
 
-static int
-bell_traverse(Bell *bell, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(bell));
-    Py_VISIT(bell->note);
-    return 0;
-}
-
 static void
-bell_dealloc(Bell *bell)
+bell_dealloc(PyObject *bell)
 {
     PyTypeObject *type = Py_TYPE(bell);
-    PyObject_GC_UnTrack(bell);
-    Py_CLEAR(bell->note);
     type->tp_free(bell);
     Py_DECREF(type);
 }
@@ -733,12 +712,10 @@ static PyMemberDef bell_members[] = {
     {NULL},
 };
 
-/* What it notes in can be cleared, so it need not be: it may be called to the last. */
 static PyType_Slot bell_slots[] = {
     {Py_tp_new, bell_new},
     {Py_tp_call, bell_call},
     {Py_tp_dealloc, bell_dealloc},
-    {Py_tp_traverse, bell_traverse},
     {Py_tp_members, bell_members},
     {0, NULL},
 };
@@ -746,7 +723,7 @@ static PyType_Slot bell_slots[] = {
 static PyType_Spec bell_spec = {
     .name = "mq._speed.Bell",
     .basicsize = sizeof(Bell),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .flags = Py_TPFLAGS_DEFAULT,
     .slots = bell_slots,
 };
 

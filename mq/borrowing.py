@@ -186,14 +186,16 @@ class Ending(weakref.ref[_Borrowed]):
         key: Whose message it is of.
         mapping, offset, nbytes: Where it is.
         shown: Whether the application has it.
+        alarm: Rings the bell of who waits for the memory, once this is noted.
     """
 
-    __slots__ = ("key", "mapping", "nbytes", "offset", "shown")
+    __slots__ = ("alarm", "key", "mapping", "nbytes", "offset", "shown")
     key: Key
     mapping: Mapping
     offset: int
     nbytes: int
     shown: bool
+    alarm: weakref.ref[_Borrowed]
 
 
 class Returns:
@@ -202,13 +204,13 @@ class Returns:
     Attributes:
         queue: They, until the mesh has told their owners.
         endings: Of all views of which the owners were not told.
-        bell: Notes them; its `fd` wakes the mesh while some peer waits for memory.
+        bell: Rung then; its `fd` wakes the mesh while some peer waits for memory.
     """
 
     def __init__(self) -> None:
         self.queue: deque[Ending] = deque()
         self.endings: dict[int, Ending] = {}
-        self.bell = speed.Bell(self.queue.append)
+        self.bell = speed.Bell()
         self._forks: deque[tuple[int, list[_Borrowed]]] = deque()
         _all_returns.add(self)
 
@@ -305,8 +307,10 @@ def arm(area: memoryview, returns: Returns, key: Key) -> None:
     """Have the death of the last view of a borrowed area noted."""
     lease = area.obj
     assert isinstance(lease, _Borrowed)
-    ending = Ending(lease, returns.bell)
-    ending.key, ending.shown = key, False
+    # The newest reference is called first: then what the bell is rung for is noted.
+    alarm: weakref.ref[_Borrowed] = weakref.ref(lease, returns.bell)
+    ending = Ending(lease, returns.queue.append)
+    ending.key, ending.alarm, ending.shown = key, alarm, False
     ending.mapping, ending.offset = lease.place
     ending.nbytes = len(area)
     returns.endings[id(ending)] = lease.ending = ending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import gc
@@ -11,6 +12,7 @@ import mmap
 import os
 import re
 import select
+import signal
 import sys
 import tempfile
 import threading
@@ -361,6 +363,19 @@ def test_the_death_of_a_view_is_noted_once_whoever_drops_it() -> None:
     del cycle
     gc.collect()
     assert len(returns.queue) == 2
+
+
+def test_the_death_of_a_view_is_noted_though_an_interrupt_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it dies; with nothing compiled, the interrupt itself may be lost."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda event: None)
+    segment = Segment(LIMIT, LIMIT)
+    returns = Returns()
+    held = [borrowed(returns, segment)[1]]
+    with contextlib.suppress(KeyboardInterrupt):
+        ctypes.CDLL(None)["raise"](int(signal.SIGINT), ctypes.py_object(held.pop()))
+    assert [ending.nbytes for ending in returns.ended()] == [mmap.PAGESIZE]
 
 
 def test_a_view_wakes_the_mesh_only_where_somebody_waits() -> None:
