@@ -90,6 +90,18 @@ def test_a_keeper_that_naps_briefly_is_left_alone(lead: Lead) -> None:
     assert wakes(lead) == 0
 
 
+@pytest.mark.parametrize(("led_ago", "naps"), [(0.0, IDLE_SECONDS), (10.0, 1.0)])
+def test_a_keeper_sleeps_while_one_call_waits_for_long(
+    lead: Lead, led_ago: float, naps: float
+) -> None:
+    """However often the call looks after the connections meanwhile."""
+    me = lead._leader = threading.get_ident()
+    lead._led_at = time.monotonic() - led_ago
+    with lead.lock:
+        lead._wait_for_events(time.monotonic(), time.monotonic(), me)
+        assert lead._turn() == naps
+
+
 def test_in_the_middle_of_something_long_others_get_the_lock(lead: Lead) -> None:
     """However soon it is wanted back."""
     got = threading.Event()

@@ -33,7 +33,7 @@ IDLE_SECONDS: Final = 0.02
 LOOK_SECONDS: Final = 0.001
 """`publish` looks at what has arrived when nobody has for so long."""
 CALM_SECONDS: Final = 0.25
-"""After so long in one wait of a leader, the keeper sleeps until the wait ends."""
+"""After so long in one call that leads, the keeper sleeps until the call ends."""
 GIVE_WAY_SECONDS: Final = 50e-6
 """Enough for a waiting thread to wake up and take the lock."""
 _KEEPER: Final = -1
@@ -90,7 +90,6 @@ class Lead:
         self._wanted = False
         self._leader: int | None = None
         self._asleep_until = 0.0
-        self._asleep_since = 0.0
         self._led_at = 0.0
         self._polled_at = 0.0
         self._batch_at = _NEVER
@@ -199,7 +198,6 @@ class Lead:
 
     def _wait_for_events(self, until: float, now: float, me: int) -> None:
         self._asleep_until = until
-        self._asleep_since = now
         ready: list[int] = []
         if me == _KEEPER:
             self._keeper_polls = True
@@ -331,7 +329,7 @@ class Lead:
         now = time.monotonic()
         if self._leader is not None and self._leader != _KEEPER:
             self._batch_at = _NEVER  # the leader sees to it
-            calm = now - self._asleep_since > CALM_SECONDS
+            calm = now - self._led_at > CALM_SECONDS
             return min(1.0, self.upkeep_seconds) if calm else IDLE_SECONDS
         try:
             if now - self._led_at < IDLE_SECONDS and not self._listeners:
