@@ -260,11 +260,39 @@ def test_proxy_corrupts_as_many_pieces_as_asked(
     assert _exchange(client, bytes(1000)) == bytes(1000)
 
 
-def test_time_that_the_machine_was_not_given_is_not_the_programs(
+def _on_one_core(worker: Any) -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def _spin(worker: Any, seconds: float) -> float:
+    """Use the processor so long; when that ended, by the clock of all processes."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+    return time.monotonic()
+
+
+def test_time_without_a_core_is_not_the_programs(processes: Group) -> None:
+    """Two that want the same one for as long get half of it each."""
+    one, other = (processes.process(name) for name in ("one", "other"))
+    for host in (one, other):
+        host.ask(_on_one_core).result()
+    busy = other.ask(_spin, 1.0)
+    watch = waiting.Stopwatch(one.pid)
+    ended = one.ask(_spin, 0.3).result()
+    assert watch.seconds(ended) < ended - watch.began - 0.1
+    busy.result()
+    assert sum(waiting.ready_seconds(one.pid).values()) > 0.1
+    one.kill()
+    assert waiting.ready_seconds(one.pid) == {}
+
+
+def test_time_that_was_taken_from_the_machine_is_not_the_programs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the core that lost the most, as others may have stood still meanwhile."""
     assert all(seconds >= 0.0 for seconds in waiting.stolen_seconds())
+    monkeypatch.setattr(waiting, "ready_seconds", lambda pid: {"a": 3.0})
     for now, expected in (
         ([10.0, 20.0], 0.5),
         ([10.25, 20.125], 0.25),
@@ -272,7 +300,9 @@ def test_time_that_the_machine_was_not_given_is_not_the_programs(
         ([], 0.5),  # or such time is not counted
     ):
         monkeypatch.setattr(waiting, "stolen_seconds", lambda: [10.0, 20.0])
-        watch = waiting.Stopwatch()
+        watch = waiting.Stopwatch(os.getpid())
         began = watch.began
         monkeypatch.setattr(waiting, "stolen_seconds", lambda now=now: now)
         assert watch.seconds(began + 0.5) == pytest.approx(expected)
+    monkeypatch.setattr(waiting, "ready_seconds", lambda pid: {"a": 3.25, "new": 0.125})
+    assert watch.seconds(began + 0.5) == pytest.approx(0.125)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import threading
 import time
@@ -24,23 +26,47 @@ class MemberDied(AssertionError):
 
 
 class Stopwatch:
-    """Seconds since it was made, without those in which the machine stood still.
+    """Seconds since it was made, without those in which a process had no processor.
 
-    The host of a virtual machine may take a core away for some tenths of a second, and
-    no program answers meanwhile. Linux counts that time: "steal" in proc(5).
+    No program answers while the host of a virtual machine has taken a core away, or
+    while others are on it. Linux counts both: "steal" in proc(5), and how long each
+    thread that was ready to run has waited. Threads wait for one another, as for the
+    interpreter lock, so all their waits count: that is at most what was taken, and
+    nothing where the machine is idle.
+
+    Args:
+        pid: The process.
 
     Attributes:
         began: When it was made, by `time.monotonic`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
         self._stolen = stolen_seconds()
+        self._waited = ready_seconds(pid)
         self.began = time.monotonic()
 
     def seconds(self, until: float) -> float:
         """From the start to a time of `time.monotonic`, which has come."""
         pairs = zip(stolen_seconds(), self._stolen, strict=False)
-        return until - self.began - max((now - then for now, then in pairs), default=0)
+        stolen = max((now - then for now, then in pairs), default=0.0)
+        now = ready_seconds(self._pid)
+        waited = sum(s - self._waited.get(thread, 0.0) for thread, s in now.items())
+        return until - self.began - stolen - waited
+
+
+def ready_seconds(pid: int) -> dict[str, float]:
+    """How long each thread of a process was ready to run, and had no core.
+
+    The second number of ``schedstat``, in nanoseconds: Documentation/scheduler/
+    sched-stats.rst of Linux.
+    """
+    waited = {}
+    for path in glob.glob(f"/proc/{pid}/task/*/schedstat"):
+        with contextlib.suppress(OSError), open(path) as file:  # it may have ended
+            waited[path] = int(file.read().split()[1]) / 1e9
+    return waited
 
 
 def stolen_seconds() -> list[float]:

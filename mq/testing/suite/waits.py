@@ -110,7 +110,7 @@ def _interrupt(
     asks = host.ask(_main_thread_waits, worker_main=False)
     while not asks.result():
         asks = host.ask(_main_thread_waits, worker_main=False)
-    watch = Stopwatch()
+    watch = Stopwatch(host.pid)
     interrupt(host)
     return watch.seconds(waiting.result())
 
