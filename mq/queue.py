@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
 
 from mq import settings
 from mq.blocking import BlockingQueue
@@ -16,6 +18,9 @@ from mq.options import switch
 from mq.process import out_of_descriptors
 from mq.seconds import deadline_after
 from mq.undisturbed import Stopper, undisturbed
+
+LOOP_SECONDS: Final = 0.005
+"""How long calls of `arecv` and `apublish` that need not wait keep an event loop."""
 
 
 def connect(
@@ -107,12 +112,26 @@ def connect(
         raise
 
 
+class _Loop(threading.local):
+    """Of the thread whose event loop calls.
+
+    Attributes:
+        ran_at: When its other tasks last had a turn.
+    """
+
+    ran_at = 0.0
+
+
+_loop = _Loop()
+
+
 class MQ(BlockingQueue):
     """A member of a group; made by `connect`. Any thread may call any method."""
 
     async def arecv(self, timeout: float | None = None) -> Message:
         """`recv` for asyncio; cancelled, it has taken nothing."""
         deadline = deadline_after(timeout)
+        await _let_others_run()
         with self._wakeups() as wakeup:
             while True:
                 wakeup.clear()
@@ -131,6 +150,7 @@ class MQ(BlockingQueue):
         timeout: float | None = None,
     ) -> None:
         """`publish` for asyncio; cancelled while it waits, it did nothing."""
+        await _let_others_run()
         if payload is CLEAR:
             self.publish(topic, payload, retain=retain)
             return
@@ -172,7 +192,12 @@ class MQ(BlockingQueue):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await asyncio.to_thread(self.close)
+        # Not asyncio's own threads: calls that this is to end may have them all.
+        executor = ThreadPoolExecutor(1, "mq-close")
+        try:
+            await asyncio.get_running_loop().run_in_executor(executor, self.close)
+        finally:
+            executor.shutdown(wait=False)
 
     @contextlib.contextmanager
     def _wakeups(self) -> Iterator[asyncio.Event]:
@@ -191,19 +216,30 @@ class MQ(BlockingQueue):
             self._driver.unlisten(wake)
 
 
+async def _let_others_run() -> None:
+    """Now and then, as asyncio changes tasks, and cancels them, only where one waits.
+
+    A task that always finds a message would be the only one, and deaf to a Ctrl-C.
+    """
+    if time.monotonic() - _loop.ran_at > LOOP_SECONDS:
+        await asyncio.sleep(0)
+        _loop.ran_at = time.monotonic()
+
+
 async def _wait(event: asyncio.Event, deadline: float | None) -> bool:
     """Wait for the event or the deadline; False if that had passed already."""
-    if deadline is None:
-        await event.wait()
-        return True
-    left = deadline - time.monotonic()
-    if left <= 0.0:
-        return False
-    # Not `asyncio.wait_for`, which up to Python 3.11 returns in spite of `cancel` where
-    # the event was set just before.
-    timer = asyncio.get_running_loop().call_later(left, event.set)
+    timer = None
+    if deadline is not None:
+        left = deadline - time.monotonic()
+        if left <= 0.0:
+            return False
+        # Not `asyncio.wait_for`, which up to Python 3.11 returns in spite of `cancel`
+        # where the event was set just before.
+        timer = asyncio.get_running_loop().call_later(left, event.set)
     try:
         await event.wait()
     finally:
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
+    _loop.ran_at = time.monotonic()
     return True

@@ -6,11 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 import mq
 from mq.mesh import waiting
+from mq.mesh.lead import _KEEPER
 
 Pair = tuple[mq.MQ, mq.MQ]
 
@@ -56,7 +59,8 @@ def test_a_member_hears_that_apublish_waits_for_it(
 
     async def body() -> None:
         call = asyncio.create_task(a.apublish("t", "second"))
-        await asyncio.sleep(0)  # its first turn
+        while not a._driver._waits:
+            await asyncio.sleep(0)
         with pytest.raises(mq.PublishTimeout, match="is itself waiting in publish"):
             b.publish("u", "second", timeout=0.1)
         call.cancel()
@@ -93,3 +97,56 @@ def test_close_ends_what_waits_though_nothing_comes() -> None:
 
     with mq.connect("inproc", group="alone") as queue:
         asyncio.run(run(queue))
+
+
+def test_messages_that_never_end_leave_the_loop_to_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that need not wait would keep it, and could not be cancelled."""
+    a, b = pair
+    a.subscribe("own")
+    for call, given in ((b.arecv, ()), (a.apublish, ("own", 1))):
+        if call == b.arecv:
+            # As if the next message were always there.
+            monkeypatch.setattr(b, "recv", lambda timeout=None: None)
+
+        async def run_on(call: Any = call, given: Any = given) -> None:
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                await call(*given)
+
+        async def body(run_on: Any = run_on) -> None:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(run_on(), 0.05)
+
+        asyncio.run(body())
+
+
+def test_the_end_of_a_block_needs_no_thread_of_asyncios() -> None:
+    """The calls that it is to end may have taken them all."""
+
+    async def run() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            asyncio.get_running_loop().set_default_executor(executor)
+            async with mq.connect("inproc", group="busy") as queue:
+                reading = asyncio.create_task(asyncio.to_thread(queue.recv, 10))
+                while queue._driver._leader in (None, _KEEPER):
+                    await asyncio.sleep(0)
+            with pytest.raises(mq.Closed):
+                await reading
+
+    asyncio.run(run())
+
+
+def test_who_listens_is_told_of_what_an_interrupted_recv_put_back(pair: Pair) -> None:
+    """Nothing else would wake an `arecv`."""
+    _, b = pair
+    taken: list[Any] = [None]
+    assert b._driver.take(taken, 0)
+    b._driver.stop()  # nobody polls, which may find something else to tell of
+    told: list[bool] = []
+    b._driver._listeners.append(lambda: told.append(True))
+    b._driver.stranded.append(taken)
+    b._driver.put_back()
+    assert told
+    assert b.recv(0).payload == "first"
