@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -101,3 +102,24 @@ def test_who_waits_for_another_close_can_be_interrupted() -> None:
         sender.join()
         assert not late.is_set()
     first.join()
+
+
+def test_close_complains_only_of_what_did_not_arrive(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However short `linger`: what its last words came after has arrived."""
+    with mq.connect("tcp", group=f"linger-{os.getpid()}", name="reader") as reader:
+        reader.subscribe("t")
+        for _ in range(5):
+            writer = mq.connect("tcp", group=f"linger-{os.getpid()}", name="writer")
+            for number in range(300):
+                writer.publish("t", number)
+            caplog.clear()
+            writer.close(linger=0.0)
+            wait_until(lambda: len(reader.members()) == 1, "its end")
+            got = 0
+            with contextlib.suppress(mq.RecvTimeout):
+                while reader.recv(0):
+                    got += 1
+            assert got == 300 or "'reader' lacks" in caplog.text
+            assert got < 300 or "lacks" not in caplog.text

@@ -90,16 +90,32 @@ def test_a_keeper_that_naps_briefly_is_left_alone(lead: Lead) -> None:
     assert wakes(lead) == 0
 
 
-@pytest.mark.parametrize(("led_ago", "naps"), [(0.0, IDLE_SECONDS), (10.0, 1.0)])
+@pytest.mark.parametrize(
+    ("led_ago", "asleep_for", "naps"),
+    [(0.0, 10.0, IDLE_SECONDS), (10.0, 10.0, 1.0), (10.0, 0.2, 0.2 + IDLE_SECONDS)],
+)
 def test_a_keeper_sleeps_while_one_call_waits_for_long(
-    lead: Lead, led_ago: float, naps: float
+    lead: Lead, led_ago: float, asleep_for: float, naps: float
 ) -> None:
-    """However often the call looks after the connections meanwhile."""
+    """However often that looks after the connections; until it should have done so."""
     me = lead._leader = threading.get_ident()
-    lead._led_at = time.monotonic() - led_ago
+    now = time.monotonic()
+    lead._led_at = now - led_ago
     with lead.lock:
-        lead._wait_for_events(time.monotonic(), time.monotonic(), me)
-        assert lead._turn() == naps
+        lead._wait_for_events(now, now, me)
+        lead._asleep_until = now + asleep_for
+        assert lead._turn() == pytest.approx(naps, abs=0.1 * naps)
+
+
+def test_a_keeper_leads_in_place_of_who_does_not_wake_up(lead: Lead) -> None:
+    """A handler of a signal runs in its thread, for as long as it likes."""
+    sleeper = lead._leader = threading.get_ident()
+    lead._asleep_until = time.monotonic() - 2 * IDLE_SECONDS
+    lead.mesh.next_deadline = lambda: 0.0  # type: ignore[method-assign]
+    with lead.lock:
+        assert lead._turn() == 0.0
+        assert lead._leader != sleeper
+    assert lead.mesh.changed == 1
 
 
 def test_in_the_middle_of_something_long_others_get_the_lock(lead: Lead) -> None:

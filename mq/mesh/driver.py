@@ -156,6 +156,8 @@ class Driver(Publishing):
                     box[0] = None
                 self.stranded.popleft()
             self._changes.notify_all()  # another thread may be waiting for it
+            for listener in self._listeners:
+                listener()
             self.poller.wake()
 
     # -- flush and close ----------
@@ -197,7 +199,8 @@ class Driver(Publishing):
                         break
             finally:
                 self._leave()
-        return marks
+        # What arrived meanwhile; who is gone by now may not have got it.
+        return [(feed, last) for feed, last in marks if feed.received < last]
 
     def discard_inbox(self) -> None:
         """Count what `recv` will never take."""

@@ -2,7 +2,8 @@
 
 A blocking call takes the lead and polls the engine in its own thread, so the hot path
 has no thread hop; other callers follow on a condition. When no call has led for
-`IDLE_SECONDS`, the keeper thread leads and does everything. All protocol code runs
+`IDLE_SECONDS`, or the one that leads sleeps on after its time, the keeper thread leads
+and does everything. All protocol code runs
 under one lock, which is free while the leader sleeps in the poller, so `publish` sends
 from its own thread at any time.
 
@@ -328,9 +329,16 @@ class Lead:
         self._run_upkeep()
         now = time.monotonic()
         if self._leader is not None and self._leader != _KEEPER:
-            self._batch_at = _NEVER  # the leader sees to it
-            calm = now - self._led_at > CALM_SECONDS
-            return min(1.0, self.upkeep_seconds) if calm else IDLE_SECONDS
+            late_at = self._asleep_until + IDLE_SECONDS
+            if now < late_at or not self._asleep_until:
+                self._batch_at = _NEVER  # the leader sees to it
+                calm = now - self._led_at > CALM_SECONDS
+                longest = min(1.0, self.upkeep_seconds, late_at - now)
+                return max(IDLE_SECONDS, longest) if calm else IDLE_SECONDS
+            # It does not wake up: a signal's handler runs in its thread, and may take
+            # as long as it likes. It will find that it does not lead any more.
+            self._leader = None
+            self._batch_at = self.mesh.batch_deadline()
         try:
             if now - self._led_at < IDLE_SECONDS and not self._listeners:
                 if now >= self._batch_at:

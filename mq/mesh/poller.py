@@ -114,14 +114,12 @@ class Poller:
                     os.read(self._reader, 4096)
                 except BlockingIOError:  # another waiting thread was first
                     pass
-        except ValueError:
-            if self._fds:
-                raise
-            return []  # another thread has closed it
-        except BaseException:
+        except BaseException as error:
             # It may have taken a wake-up; without this no other would ever be written.
             self._woken = not self._fds
-            raise
+            if self._fds or not isinstance(error, ValueError | OSError):
+                raise
+            return []  # closed meanwhile: by another thread, or by a signal's handler
         if self._reader in ready:
             self._woken = False  # only now, else a wake-up in between would stick
             ready.remove(self._reader)

@@ -13,6 +13,7 @@ from mq.testing.suite import (  # isort: skip  (the order of the contract)
     calls,
     waits,
     interrupts,
+    handlers,
     edges,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "calls",
     "waits",
     "interrupts",
+    "handlers",
     "edges",
 ]

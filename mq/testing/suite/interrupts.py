@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 import mq
-from mq.testing import programs
 from mq.testing.cases import case
 from mq.testing.harness import Group
 from mq.testing.member import Member
@@ -298,71 +297,3 @@ def interrupted_connect_and_close_leave_nothing_behind(group: Group) -> None:
     left = _interrupt_on(host, _visit, group.backend, options, spread=40)
     assert not left, f"it left {', '.join(left)}"
     host.ask(_end).result()
-
-
-class _Handler:
-    """Publishes whenever a signal comes, whatever the process is doing."""
-
-    def __init__(self) -> None:
-        self.queue: Any = None
-        self.calls = 0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.queue.publish("t", f"signal {self.calls}", timeout=STEP)
-        self.calls += 1
-
-
-def _handle(worker: Any) -> None:
-    worker.handler = _Handler()
-    signal.signal(signal.SIGTERM, worker.handler)
-
-
-def _publish_and_handle(worker: Any, least: int) -> tuple[int, int]:
-    """Publish until the handler has run so often; how many of either there were."""
-    handler = worker.handler
-    number = 0
-    while handler.calls < least:
-        worker.queue.publish("t", number, timeout=STEP)
-        number += 1
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # no more of them
-    worker.queue.publish("t", "end", timeout=STEP)
-    return number, handler.calls
-
-
-def _set_queue(worker: Any) -> None:
-    worker.handler.queue = worker.queue
-
-
-def _handled(worker: Any) -> int:
-    return int(worker.handler.calls)
-
-
-def _no_signals(group: Group) -> None:
-    """Where members are threads, none but the main one has handlers."""
-    a, b = group.members("a", "b")
-    b.subscribe("t")
-    a.publish("t", 1)
-    assert b.recv().payload == 1
-
-
-@case("Interrupt", needs="separate_processes", otherwise=_no_signals, compiled=True)
-def the_handler_of_a_signal_may_publish(group: Group) -> None:
-    """Though it comes while the same thread publishes."""
-    a, b = group.unconnected("a"), group.member("b")
-    a.ask(_handle).result()
-    group.connecting(a).result()
-    a.ask(_set_queue).result()
-    b.subscribe("t")
-    reading = b.begin(programs.receive_until, "end")
-    publishing = a.ask(_publish_and_handle, 30)
-    for sent in range(30):
-        a.signal(signal.SIGTERM)
-        while a.ask(_handled, worker_main=False).result() <= sent:
-            assert sent == 29 or not publishing.done(), "it has ended"
-    numbers, calls = publishing.result()
-    got = reading.result()
-    assert [m.sequence for m in got] == list(range(numbers + calls + 1))
-    own = [m.digest for m in got if isinstance(m.digest, int)]
-    assert own == list(range(numbers))
-    handled = [m.digest for m in got[:-1] if not isinstance(m.digest, int)]
-    assert handled == [f"signal {number}" for number in range(calls)]

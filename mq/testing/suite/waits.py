@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from mq.testing.cases import case
 from mq.testing.harness import Group
 from mq.testing.member import Member
 from mq.testing.waiting import STEP, Stopwatch, wait_until
+
+_CALLS = ("recv", "publish", "loan", "wait_for_members", "wait_for_subscribers")
 
 
 def _full_pair(backend: str, options: dict[str, Any]) -> tuple[mq.MQ, mq.MQ, int]:
@@ -53,6 +56,25 @@ def _interrupted(worker: Any, call: str) -> float:
         _waits(writer, reader, call)
     except KeyboardInterrupt:
         return time.monotonic()
+    raise AssertionError(f"{call} ended by itself")
+
+
+def _closed_by_a_handler(worker: Any, call: str) -> str:
+    """What a waiting call raised when a signal's handler closed its queue."""
+    writer, reader, _ = worker.queue
+    worker.queue = None
+
+    def close(number: int, frame: FrameType | None) -> None:
+        writer.close(linger=0.0)
+
+    before = signal.signal(signal.SIGTERM, close)
+    try:
+        _waits(writer, reader, call)
+    except Exception as error:  # whichever it is, the script looks at it
+        return type(error).__name__
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        reader.close(linger=0.0)
     raise AssertionError(f"{call} ended by itself")
 
 
@@ -99,6 +121,11 @@ def _interrupt_elsewhere(host: Member) -> None:
     host.ask(_take_interrupt, worker_main=False).result()
 
 
+def _wait_until_asleep(host: Member) -> None:
+    while not host.ask(_main_thread_waits, worker_main=False).result():
+        pass
+
+
 def _interrupt(
     host: Member,
     call: Callable[..., float],
@@ -107,18 +134,15 @@ def _interrupt(
 ) -> float:
     """Interrupt a call once it waits; the seconds until it has ended."""
     waiting = host.ask(call, *args)
-    asks = host.ask(_main_thread_waits, worker_main=False)
-    while not asks.result():
-        asks = host.ask(_main_thread_waits, worker_main=False)
+    _wait_until_asleep(host)
     watch = Stopwatch(host.pid)
     interrupt(host)
     return watch.seconds(waiting.result())
 
 
 def _interrupt_each_call(host: Member, interrupt: Callable[[Member], None]) -> None:
-    calls = ("recv", "publish", "loan", "wait_for_members", "wait_for_subscribers")
-    taken = [_interrupt(host, _interrupted, c, interrupt=interrupt) for c in calls]
-    assert max(taken) < 0.5, dict(zip(calls, taken, strict=True))
+    taken = [_interrupt(host, _interrupted, c, interrupt=interrupt) for c in _CALLS]
+    assert max(taken) < 0.5, dict(zip(_CALLS, taken, strict=True))
 
 
 @case("Interrupt")
@@ -155,6 +179,18 @@ def interrupt_that_does_not_wake_the_call_ends_it_too(group: Group) -> None:
     host.ask(_read_in_a_thread).result()  # which looks after the engine from now on
     _interrupt_each_call(host, _interrupt_elsewhere)
     host.ask(_check_after_interrupts).result()
+
+
+@case("Interrupt")
+def the_handler_of_a_signal_may_close_the_queue(group: Group) -> None:
+    """What waits says so, as for any other `close`."""
+    host = group.process("host")
+    for call in _CALLS:
+        host.ask(_make_full_pair, group.backend, group.options()).result()
+        waiting = host.ask(_closed_by_a_handler, call)
+        _wait_until_asleep(host)
+        host.signal(signal.SIGTERM)
+        assert waiting.result() == "Closed", call
 
 
 def _interrupt_while_dropped(worker: Any, nbytes: int) -> int:

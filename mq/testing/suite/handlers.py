@@ -1,0 +1,136 @@
+"""Interrupt: handlers of signals that use the queue, or take long."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from mq.testing import programs, worker
+from mq.testing.cases import case
+from mq.testing.harness import Group
+from mq.testing.waiting import STEP
+
+
+class _Handler:
+    """Publishes whenever a signal comes, whatever the process is doing."""
+
+    def __init__(self) -> None:
+        self.queue: Any = None
+        self.calls = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.queue.publish("t", f"signal {self.calls}", timeout=STEP)
+        self.calls += 1
+
+
+def _handle(worker: Any) -> None:
+    worker.handler = _Handler()
+    signal.signal(signal.SIGTERM, worker.handler)
+
+
+def _publish_and_handle(worker: Any, least: int) -> tuple[int, int]:
+    """Publish until the handler has run so often; how many of either there were."""
+    handler = worker.handler
+    number = 0
+    while handler.calls < least:
+        worker.queue.publish("t", number, timeout=STEP)
+        number += 1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # no more of them
+    worker.queue.publish("t", "end", timeout=STEP)
+    return number, handler.calls
+
+
+def _set_queue(worker: Any) -> None:
+    worker.handler.queue = worker.queue
+
+
+def _handled(worker: Any) -> int:
+    return int(worker.handler.calls)
+
+
+def _no_signals(group: Group) -> None:
+    """Where members are threads, none but the main one has handlers."""
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    a.publish("t", 1)
+    assert b.recv().payload == 1
+
+
+@case("Interrupt", needs="separate_processes", otherwise=_no_signals, compiled=True)
+def the_handler_of_a_signal_may_publish(group: Group) -> None:
+    """Though it comes while the same thread publishes."""
+    a, b = group.unconnected("a"), group.member("b")
+    a.ask(_handle).result()
+    group.connecting(a).result()
+    a.ask(_set_queue).result()
+    b.subscribe("t")
+    reading = b.begin(programs.receive_until, "end")
+    publishing = a.ask(_publish_and_handle, 30)
+    for sent in range(30):
+        a.signal(signal.SIGTERM)
+        while a.ask(_handled, worker_main=False).result() <= sent:
+            assert sent == 29 or not publishing.done(), "it has ended"
+    numbers, calls = publishing.result()
+    got = reading.result()
+    assert [m.sequence for m in got] == list(range(numbers + calls + 1))
+    own = [m.digest for m in got if isinstance(m.digest, int)]
+    assert own == list(range(numbers))
+    handled = [m.digest for m in got[:-1] if not isinstance(m.digest, int)]
+    assert handled == [f"signal {number}" for number in range(calls)]
+
+
+class _LongHandler:
+    """Stays until it is let go.
+
+    Attributes:
+        entered: Set once it runs.
+        left: To be set so that it ends.
+    """
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.left = threading.Event()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.entered.set()
+        self.left.wait(2 * STEP)
+
+
+def _handle_for_long(worker: Any) -> None:
+    worker.handler = _LongHandler()
+    signal.signal(signal.SIGTERM, worker.handler)
+
+
+def _leads(worker: Any) -> bool:
+    """Whether the main thread waits for what comes, for all threads."""
+    return bool(worker.queue._driver._leader == threading.main_thread().ident)
+
+
+def _handler_runs(worker: Any) -> bool:
+    return bool(worker.handler.entered.wait(STEP))
+
+
+def _end_handler(worker: Any) -> None:
+    worker.handler.left.set()
+
+
+@case("Interrupt", needs="separate_processes", otherwise=_no_signals, compiled=True)
+def a_handler_of_a_signal_that_takes_long_holds_nobody_up(group: Group) -> None:
+    """Neither peers nor other threads: the call that it came in does not lead on."""
+    a = group.unconnected("a")
+    b = group.member("b", peer_timeout=3 * STEP)
+    a.ask(_handle_for_long).result()
+    group.connecting(a, peer_timeout=3 * STEP).result()
+    a.subscribe("t")
+    reading = a.begin(programs.receive, 1, main=True)
+    while not a.ask(_leads, worker_main=False).result():
+        assert not reading.done(), "nothing was published"
+    a.signal(signal.SIGTERM)
+    assert a.ask(_handler_runs, worker_main=False).result()
+    b.publish("t", 1)
+    b.call("flush", timeout=STEP)
+    a.ask(worker.call, "subscribe", "u", timeout=STEP, worker_main=False).result()
+    a.ask(_end_handler, worker_main=False).result()
+    assert [m.digest for m in reading.result()] == [1]
