@@ -221,6 +221,7 @@ typedef struct {
     PyThread_type_lock lock;
     int locked;
     int held; /* the generation in which the main thread took it, or 0 */
+    unsigned long holder; /* the thread that has it, if it is locked */
 } Lock;
 
 /* Take it; -1 is an exception, 0: it did not become free in time. An interrupt may come
@@ -230,7 +231,15 @@ typedef struct {
 static int
 take(Lock *self, int64_t micros)
 {
-    int in_main = PyThread_get_thread_ident() == atomic_load(&main_thread);
+    unsigned long me = PyThread_get_thread_ident();
+    int in_main = me == atomic_load(&main_thread);
+    if (micros < 0 && self->locked && self->holder == me) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "this thread is in the middle of the queue's own work: a handler "
+                        "of its log, a destructor or a hook called the queue again, which "
+                        "would wait for ever; call it from another thread");
+        return -1;
+    }
     if (in_main && hold() < 0)
         return -1;
     int64_t until = micros > 0 ? nanoseconds(CLOCK_MONOTONIC) / 1000 + micros : 0;
@@ -257,6 +266,7 @@ take(Lock *self, int64_t micros)
     if (got) {
         self->locked = 1;
         self->held = in_main ? generation : 0;
+        self->holder = me;
     } else if (in_main) {
         let_go();
     }

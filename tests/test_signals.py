@@ -74,6 +74,19 @@ def test_one_thread_at_a_time_holds_the_lock() -> None:
     assert not lock.locked()
 
 
+@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
+def test_who_has_the_lock_is_told_so_in_place_of_waiting_for_itself() -> None:
+    """And may still try, or wait for a while."""
+    lock = Lock()
+    with lock:
+        with pytest.raises(RuntimeError, match="call it from another thread"):
+            lock.acquire()
+        assert not lock.acquire(False)
+        assert not lock.acquire(timeout=0.001)
+    with lock:
+        assert lock.locked()
+
+
 def test_a_lock_is_as_those_of_threading() -> None:
     """What is asked of it, and what is refused."""
     lock = Lock()
