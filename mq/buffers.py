@@ -143,6 +143,9 @@ class Pool:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
         self._leases = _Leases()
         # By size, the newest last; and the moment of each one's return.
         self._idle: dict[int, list[tuple[float, mmap.mmap]]] = {}
@@ -185,6 +188,20 @@ class Pool:
             ]
             for size, entry in freed:
                 self._drop(size, entry)
+
+    def close(self) -> None:
+        """Keep nothing from now on: what is in use goes with its last view."""
+        global _engines
+        with self._lock:
+            self._limit = 0
+            self._clear()
+        _pools.discard(self)
+        if _pools:
+            _engines.ended()
+        else:
+            # Nobody would ever look again. That it may swallow an interrupt, should one
+            # come just as such memory goes, is less bad than to keep it for ever.
+            _engines = _Leases()
 
     def stats(self) -> PoolStats:
         """The counters."""

@@ -58,6 +58,7 @@ class Joined:
         with self.driver.lock:
             self.driver.mesh.close(linger)
         self.poller.close()
+        self.pool.close()
 
     def abandon(self) -> None:
         """In a forked child: close inherited descriptors, touch nothing else."""

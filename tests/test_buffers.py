@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,36 @@ def test_trim_frees_what_is_idle_for_long_enough() -> None:
     assert pool.stats().idle == 2
     pool.trim()
     assert (pool.stats().idle, pool.stats().idle_bytes) == (0, 0)
+
+
+def test_a_closed_pool_keeps_nothing() -> None:
+    """What is idle goes at once, what is in use with its last view; so do engines'."""
+    gone: list[str] = []
+
+    def watched(what: str, region: Any) -> memoryview:
+        weakref.finalize(region, gone.append, what)
+        return memoryview(region)
+
+    pool, other = Pool(8 * MIB), Pool(8 * MIB)
+    views = [pool.take(MIB) for _ in range(2)]
+    for what, ending in zip(("idle", "used"), pool._leases._all.values(), strict=True):
+        weakref.finalize(ending.memory, gone.append, what)
+    del ending
+    engines = [keep(watched("engine's", np.empty(MIB, np.uint8)))]
+    views.pop(0)
+    pool.close()
+    assert gone == ["idle"]
+    views.clear()
+    assert gone == ["idle", "used"]
+    engines.clear()
+    assert gone == ["idle", "used"]
+    other.close()
+    assert gone == ["idle", "used", "engine's"]
+    engines = [keep(watched("later", np.empty(MIB, np.uint8)))]
+    Pool(0).close()
+    engines.clear()
+    assert gone[3:] == ["later"]
+    assert pool.stats().idle == pool.stats().in_use == 0
 
 
 def test_small_buffers_are_counted_and_not_pooled() -> None:
