@@ -169,6 +169,9 @@ class Membership:
             versions = self._mesh.config.greeting().versions
             engine = {} if self._closed else dict(joined.link.describe())
         meeting = joined.meeting
+        sources = dict(resolved.sources)
+        if not self._mesh.config.secret:  # nor has the rendezvous given one
+            sources["secret"] = "none"
         return {
             "backend": resolved.backend,
             "group": resolved.group,
@@ -183,7 +186,7 @@ class Membership:
             "versions": versions,
             "compiled": speed.COMPILED,
             "peers": peers,
-            "sources": dict(resolved.sources),
+            "sources": sources,
         }
 
     # -- end ----------

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from meeting import libuv, store_port
 from nng_links import nng_runs
 from tls_files import tls_options
 
 import mq
+from mq.rendezvous import torchrun
 
-__all__ = ["nng_runs"]
+__all__ = ["libuv", "nng_runs", "store_port"]
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "inproc": ({}, {}),
@@ -60,3 +62,34 @@ def test_the_engine_of_torchrpc_is_described() -> None:
     assert described.pop("agent").startswith("uv://127.0.0.1:")
     assert described == {"transports": "uv", "channels": "cma,basic", "threads": "1"}
     assert queue.describe()["engine"] == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "source"),
+    [
+        ({}, "the rendezvous"),
+        ({"secret": "long enough"}, "argument"),
+        ({"listen": "tcp://127.0.0.1:0"}, "none"),
+        ({"listen": "tcp://127.0.0.1:0", "secret": "long enough"}, "argument"),
+    ],
+)
+def test_where_the_secret_is_from_is_not_said_of_none(
+    given: dict[str, Any], source: str
+) -> None:
+    """Explicit addresses have no rendezvous that could keep one."""
+    with mq.connect("tcp", group="describe", name="a", **given) as queue:
+        assert queue.describe()["sources"]["secret"] == source
+
+
+def test_torchruns_store_is_not_said_to_give_a_secret(
+    store_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps none, since whoever reaches it could read it."""
+    for variable in torchrun.VARIABLES:
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store_port))
+    with mq.connect("tcp", group="describe", name="a") as queue:
+        described = queue.describe()
+    assert described["rendezvous"].startswith("torchrun's store")
+    assert described["sources"]["secret"] == "none"
