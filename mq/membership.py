@@ -140,14 +140,16 @@ class Membership:
     # -- state ----------
 
     def stats(self) -> dict[str, Any]:
-        """Counters, as plain dictionaries: see `mq.stats` and `mq.buffers.Pool`.
+        """Counters, as plain dictionaries: see `mq.stats` and `mq.buffers.PoolStats`.
 
         `topics` by topic, `peers` by member, `mesh` for the member as a whole, `pool`
-        for its memory, `inbox` for the number of messages that wait for `recv`.
+        for its own memory, `shared` for what it shares with peers (a list, empty where
+        the transport shares none), `inbox` for the number of messages that wait for
+        `recv`.
         """
         with self._driver.lock:
             counters = stats.of_mesh(self._mesh)
-        return {**counters, "pool": self._pool.stats()}
+        return {**counters, "pool": self._pool.stats()._asdict()}
 
     def describe(self) -> dict[str, Any]:
         """What was chosen and why: settings and their sources, addresses, versions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -93,3 +94,12 @@ def test_torchruns_store_is_not_said_to_give_a_secret(
         described = queue.describe()
     assert described["rendezvous"].startswith("torchrun's store")
     assert described["sources"]["secret"] == "none"
+
+
+def test_counters_are_plain_enough_for_json() -> None:
+    """Of the pool, and of memory that is lent, by name and not by place."""
+    with mq.connect("shm", group="describe", name="a") as queue:
+        counted = queue.stats()
+    assert json.loads(json.dumps(counted)) == counted
+    assert counted["pool"]["in_use_bytes"] == 0
+    assert counted["shared"][0]["mapped_bytes"] == 0

@@ -188,7 +188,7 @@ def idle_memory(queue: mq.MQ) -> str:
     own = sum(lender["mapped_bytes"] for lender in counters["shared"])
     with open("/proc/self/maps") as file:
         mapped = sum("/memfd:mq" in line for line in file)
-    pooled = counters["pool"].idle_bytes
+    pooled = counters["pool"]["idle_bytes"]
     if not (pooled or own or mapped):
         return ""
     return f"{pooled} bytes in its pool, {own} lent, {mapped} mappings; {counters}"
