@@ -203,9 +203,10 @@ class BlockingQueue(Membership):
             topic: Matched exactly.
             history: `mq.KEEP_ALL`: lose nothing, publishers wait for this member.
                 `mq.keep_last(n)`: keep the newest n of each publisher.
-            depth: Messages that may be on their way or unread, over all publishers;
-                each publisher may always have one. It bounds how far publishers run
-                ahead: small where messages must be fresh, large for many small ones.
+            depth: Messages that may be on their way or unread at most, shared by all
+                members that may publish: a part is kept for each that has not yet.
+                Each may always have one. It bounds how far publishers run ahead: small
+                where messages must be fresh, large for many small ones.
             window_bytes: The same in bytes; each publisher may always have one message
                 of any size.
             zero_copy: Read-only views of the transport's memory, where it has any.
