@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Mapping
+from typing import Final, NoReturn
+
+_OUT_OF_DATE: Final = (9, 10)  # not yet valid, expired: codes of OpenSSL
+_REMEDIES: Final = {
+    10: "; it needs a new one",
+    18: "; authorities= must hold the certificate that signed it",
+    19: "; authorities= must hold the certificate that signed it",
+    20: "; authorities= must hold the certificate that signed it",
+    62: "; server_name= says which name it has, where that is not its host",
+    64: "; server_name= says which name it has, where that is not its host",
+}
+
 
 def pem_files(
     transport: str, certificate: str, private_key: str, authorities: str
@@ -23,3 +37,114 @@ def pem_files(
             f"of PEM files; missing: {', '.join(missing)}"
         )
     return given
+
+
+def contexts(
+    transport: str,
+    paths: Mapping[str, str],
+    oldest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2,
+) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """How the end that listens, and the one that dials, prove who they are.
+
+    Args:
+        transport: For the errors.
+        paths: As from `pem_files`.
+        oldest: Version of TLS to accept.
+
+    Raises:
+        OSError: A file cannot be read, or is not what it must be; says which.
+    """
+    _check_texts(transport, paths)
+    server = _context(ssl.PROTOCOL_TLS_SERVER, transport, paths, oldest)
+    server.num_tickets = 0  # sessions are resumed by the mesh, not by TLS
+    return server, _context(ssl.PROTOCOL_TLS_CLIENT, transport, paths, oldest)
+
+
+def check_dates(transport: str, paths: Mapping[str, str]) -> None:
+    """Raises: OSError, if no peer would accept this member's own certificate now.
+
+    Its name and its signer are for the files of peers to judge.
+    """
+    server, client = contexts(transport, paths)
+    client.check_hostname = False  # OpenSSL looks at names before it looks at dates
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(back, there),
+        server.wrap_bio(there, back, server_side=True),
+    )
+    for end in (*ends, *ends):
+        code, text = _step(end)
+        if code in _OUT_OF_DATE:
+            raise OSError(f"{transport}: certificate {paths['certificate']!r}: {text}")
+        if code:
+            return
+
+
+def explain(error: ssl.SSLError) -> str:
+    """What went wrong, in words, and what to do."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        remedy = _REMEDIES.get(error.verify_code, "")
+        words = error.verify_message.rstrip(".")
+        return f"the peer's certificate is refused: {words}{remedy}"
+    reason = error.reason or ""
+    words = reason.replace("_", " ").lower()
+    if reason == "KEY_VALUES_MISMATCH":
+        return "the key is not that of the certificate"
+    if "ALERT" in reason:
+        return (
+            "the peer refuses this member's certificate or version of TLS: "
+            + words.partition("alert ")[2]
+        )
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return "the peer does not speak TLS"
+    return words or str(error)
+
+
+def _check_texts(transport: str, paths: Mapping[str, str]) -> None:
+    """Say which file is not what it must be, which OpenSSL does not."""
+    for option, path in paths.items():
+        with open(path, "rb") as file:
+            text = file.read()
+        what, word = "certificate", b"CERTIFICATE-----"
+        if option == "private_key":
+            what, word = "key", b"PRIVATE KEY-----"
+        if word not in text:
+            raise OSError(f"{transport}: {option} {path!r} holds no {what} in PEM form")
+
+
+def _context(
+    protocol: int, transport: str, paths: Mapping[str, str], oldest: ssl.TLSVersion
+) -> ssl.SSLContext:
+    certificate, private_key, authorities = paths.values()
+
+    def no_password() -> NoReturn:  # without this OpenSSL would ask at the terminal
+        raise OSError(
+            f"{transport}: private_key {private_key!r} is locked by a password: "
+            f"`openssl pkey -in {private_key}` writes it without one, for a file that "
+            "only its owner can read",
+        )
+
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = oldest
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(certificate, private_key, no_password)
+        context.load_verify_locations(authorities)
+    except ssl.SSLError as error:
+        raise OSError(
+            f"{transport}: OpenSSL does not accept certificate and private_key "
+            f"{certificate!r}, {private_key!r} with authorities {authorities!r}: "
+            f"{explain(error)}",
+        ) from error
+    return context
+
+
+def _step(end: ssl.SSLObject) -> tuple[int, str]:
+    """A step of a handshake; OpenSSL's code and words where a certificate is bad."""
+    try:
+        end.do_handshake()
+    except ssl.SSLWantReadError:
+        pass
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_code, error.verify_message
+    return 0, ""

@@ -19,7 +19,6 @@ from link_world import PATIENCE, World
 from nng_links import ipc, nng_runs, tcp, tls
 from tls_files import tls_options
 
-import mq
 from mq.errors import ForkedProcess
 from mq.mesh.poller import Poller
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
@@ -339,17 +338,7 @@ def test_options_and_addresses_that_make_no_sense_are_refused() -> None:
 # -- TLS ----------
 
 
-def test_certificates_that_are_missing_or_unreadable_are_named(
-    own_temporary_directory: str,
-) -> None:
-    """At `connect`, with what to do."""
+def test_files_for_tls_that_are_not_given_are_named() -> None:
+    """Before anything is opened."""
     with pytest.raises(ValueError, match=r"nng:tls needs certificate=.*missing: priv"):
         NngTlsLink(**{**tls_options(), "private_key": ""})
-    garbage = f"{own_temporary_directory}/garbage.pem"
-    with open(garbage, "w") as file:
-        file.write("this is no certificate")
-    for option in ("certificate", "private_key", "authorities"):
-        for path, words in ((garbage, "NNG does not accept"), ("/nowhere", "nowhere")):
-            options = {**tls_options(), option: path}
-            with pytest.raises(OSError, match=words):
-                mq.connect("nng:tls", group="tls", name="a", **options)

@@ -14,7 +14,7 @@ from typing import ClassVar
 from pynng import ffi, lib
 
 from mq import addresses
-from mq.credentials import pem_files
+from mq.credentials import check_dates, pem_files
 from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from mq.transport import Capabilities, Conn, What
@@ -54,9 +54,8 @@ class NngTlsLink(NngLink):
         server_name: str | None = None,
     ) -> None:
         super().__init__(wires=("tcp",))
-        pem_files("nng:tls", certificate, private_key, authorities)
+        self._paths = pem_files("nng:tls", certificate, private_key, authorities)
         self._wires = (_SCHEME,)
-        self._paths = (certificate, private_key, authorities)
         self._server_name = server_name
         self._tls: TlsOptions | None = None
         self._doors: list[Listener] = []
@@ -66,6 +65,7 @@ class NngTlsLink(NngLink):
     ) -> list[str]:
         for address in listen:
             addresses.check(address, self._wires, "nng")
+        check_dates("nng:tls", self._paths)  # NNG would not say which file is wrong
         engine.use()
         # Not in `unusable`: even this question starts NNG, which forks do not survive.
         if ffi.string(lib.nng_tls_engine_name()) == b"none":
@@ -73,7 +73,7 @@ class NngTlsLink(NngLink):
                 "transport 'nng:tls' cannot run here: this build of pynng has no TLS; "
                 "the wheels on PyPI have"
             )
-        self._tls = TlsOptions(self._paths, self._server_name)
+        self._tls = TlsOptions([*self._paths.values()], self._server_name)
         return super().open(poller, listen, directory)
 
     def _listen(self, address: str, directory: str | None) -> str:

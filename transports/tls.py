@@ -11,10 +11,10 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final
 
 from mq import addresses
-from mq.credentials import pem_files
+from mq.credentials import check_dates, contexts, explain, pem_files
 from mq.mesh.poller import Poller
 from mq.stream.conn import StreamConn
 from mq.stream.link import StreamLink
@@ -22,15 +22,6 @@ from mq.stream.tcp import TcpStreamLink
 from mq.transport import Capabilities, What
 
 _VERSIONS: Final = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
-_OUT_OF_DATE: Final = (9, 10)  # not yet valid, expired: codes of OpenSSL
-_REMEDIES: Final = {
-    10: "; it needs a new one",
-    18: "; authorities= must hold the certificate that signed it",
-    19: "; authorities= must hold the certificate that signed it",
-    20: "; authorities= must hold the certificate that signed it",
-    62: "; server_name= says which name it has, where that is not its host",
-    64: "; server_name= says which name it has, where that is not its host",
-}
 _PIECE_BYTES: Final = 64 * 1024
 """Encrypted, or decrypted, at a time: it stays in the processor's cache."""
 _RECORD_BYTES: Final = 16 * 1024
@@ -211,10 +202,8 @@ class TlsLink(TcpStreamLink):
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
     ) -> list[str]:
-        self._check_files()
-        self._server = self._make_context(ssl.PROTOCOL_TLS_SERVER)
-        self._client = self._make_context(ssl.PROTOCOL_TLS_CLIENT)
-        self._check_own()
+        self._server, self._client = contexts("tls", self._paths, self._oldest)
+        check_dates("tls", self._paths)
         return super().open(poller, listen, directory)
 
     def context(self, server: bool) -> ssl.SSLContext:
@@ -224,88 +213,3 @@ class TlsLink(TcpStreamLink):
     def name_of(self, address: str) -> str:
         """The name that the certificate of a dialled member must have."""
         return self._server_name or addresses.split(address)[0].strip("[]")
-
-    def _make_context(self, protocol: Any) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = self._oldest
-        context.verify_mode = ssl.CERT_REQUIRED
-        if protocol is ssl.PROTOCOL_TLS_SERVER:
-            context.num_tickets = 0  # sessions are resumed by the mesh, not by TLS
-        certificate, private_key, authorities = self._paths.values()
-        try:
-            context.load_cert_chain(certificate, private_key, self._no_password)
-            context.load_verify_locations(authorities)
-        except ssl.SSLError as error:
-            raise OSError(
-                "tls: OpenSSL does not accept certificate and private_key "
-                f"{certificate!r}, {private_key!r} with authorities {authorities!r}: "
-                f"{explain(error)}",
-            ) from error
-        return context
-
-    def _check_files(self) -> None:
-        """Say which file is not what it must be, which OpenSSL does not."""
-        for option, path in self._paths.items():
-            with open(path, "rb") as file:
-                text = file.read()
-            word = (
-                b"PRIVATE KEY-----" if option == "private_key" else b"CERTIFICATE-----"
-            )
-            if word not in text:
-                what = "key" if option == "private_key" else "certificate"
-                raise OSError(f"tls: {option} {path!r} holds no {what} in PEM form")
-
-    def _no_password(self) -> NoReturn:
-        # Without this OpenSSL would ask at the terminal.
-        path = self._paths["private_key"]
-        raise OSError(
-            f"tls: private_key {path!r} is locked by a password: `openssl pkey -in "
-            f"{path}` writes it without one, for a file that only its owner can read",
-        )
-
-    def _check_own(self) -> None:
-        """Refuse a certificate of this member's own that no peer would accept now."""
-        name = self._server_name or "localhost"
-        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-        ends = (
-            self._client.wrap_bio(back, there, server_hostname=name),
-            self._server.wrap_bio(there, back, server_side=True),
-        )
-        for end in (*ends, *ends):
-            code, text = _step(end)
-            if code in _OUT_OF_DATE:
-                path = self._paths["certificate"]
-                raise OSError(f"tls: certificate {path!r}: {text}")
-            if code:
-                return  # its name and its signer are for the files of peers to judge
-
-
-def _step(end: ssl.SSLObject) -> tuple[int, str]:
-    """A step of a handshake; OpenSSL's code and words where a certificate is bad."""
-    try:
-        end.do_handshake()
-    except ssl.SSLWantReadError:
-        pass
-    except ssl.SSLCertVerificationError as error:
-        return error.verify_code, error.verify_message
-    return 0, ""
-
-
-def explain(error: ssl.SSLError) -> str:
-    """What went wrong, in words, and what to do."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        remedy = _REMEDIES.get(error.verify_code, "")
-        words = error.verify_message.rstrip(".")
-        return f"the peer's certificate is refused: {words}{remedy}"
-    reason = error.reason or ""
-    words = reason.replace("_", " ").lower()
-    if reason == "KEY_VALUES_MISMATCH":
-        return "the key is not that of the certificate"
-    if "ALERT" in reason:
-        return (
-            "the peer refuses this member's certificate or version of TLS: "
-            + words.partition("alert ")[2]
-        )
-    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
-        return "the peer does not speak TLS"
-    return words or str(error)
