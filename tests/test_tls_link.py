@@ -187,6 +187,22 @@ def test_a_name_that_does_not_match_is_explained() -> None:
         assert "server_name=" in reason
 
 
+def test_who_is_reached_only_by_the_others_dial_is_told_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A wrong `server_name` costs seconds at each `connect`; nothing else shows it."""
+    wrong = {**tls_options(), "server_name": "somebody.example"}
+    with (
+        mq.connect("tls", group="named", name="a", **tls_options()),
+        mq.connect("tls", group="named", name="b", **wrong) as b,
+    ):
+        assert [member.name for member in b.members()] == ["a", "b"]
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    (told,) = warnings
+    assert "dials of this member to a fail" in told
+    assert "Hostname mismatch" in told
+
+
 def test_a_peer_that_does_not_speak_tls_is_named() -> None:
     """`tls` that dials `tcp` gets no hello, but a reason."""
     with World(tls, 1) as world, socket.create_server(("127.0.0.1", 0)) as server:

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 GREET_SECONDS: Final = 5.0
 """How long an accepted connection may take to greet."""
+FAILED_ROUNDS: Final = 8
+"""Of a dial that took some two seconds: then it is no collision of two dials."""
 FATAL: Final = frozenset(
     {hs.VERSION, hs.SECRET, hs.GROUP, hs.BACKEND, hs.NAME_TAKEN, hs.REPLACED}
 )
@@ -220,9 +222,24 @@ class Greetings(Dialling):
             if old is not None:
                 mesh.forget(old, "it began a new session", superseded=True)
             session = mesh.establish(greeting, conn, session_id, None)
+            self._tell_of_failed_dials(greeting)
         del self._greeters[conn]
         self._cancel_dials(greeting.incarnation)
         mesh.reader.read(session, conn, message)
+
+    def _tell_of_failed_dials(self, greeting: Greeting) -> None:
+        """Say why only the peer could dial, which `connect` has waited for."""
+        for dial in self.dials:
+            if dial.incarnation != greeting.incarnation or dial.returning or dial.done:
+                continue
+            if dial.attempt >= FAILED_ROUNDS * len(dial.routes):
+                logger.warning(
+                    "the session with %s is by its dial alone; dials of this member to "
+                    "%s fail: %s",
+                    greeting.name,
+                    greeting.name,
+                    dial.error,
+                )
 
     def _is_duplicate(self, greeting: Greeting) -> bool:
         """Whether this member's own dial to that peer is the one that goes on.
