@@ -18,6 +18,7 @@ import msgspec
 
 from mq import extensions as ext
 from mq import safe_types
+from mq.errors import CodecError
 
 if TYPE_CHECKING:
     from mq.devices import Area
@@ -307,6 +308,8 @@ def _pack_object(packer: Packer, value: Any, depth: int) -> Any:
     assert entry is not None  # handler() looked it up
     try:
         state = entry.encode(value)
+    except CodecError as error:
+        raise Refusal(str(error)) from error
     except Exception as error:  # the application's code may raise anything
         raise Refusal(f"encoding a {entry.name} raised {error!r}") from error
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+import operator
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +17,8 @@ PICKLE: Final = "pickle"
 """The name under which a member announces that it accepts pickles."""
 
 MAX_NAME_BYTES: Final = 255
+_FLAGS_OF_ANY: Final = 64
+"""Bits that flags may have, whichever of them are members."""
 
 
 class SafeType(NamedTuple):
@@ -161,8 +164,10 @@ def _recipe(kind: type) -> SafeType:
         return _dataclass(name, kind)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return _named_tuple(name, kind)
+    if issubclass(kind, enum.Flag):
+        return _flags(name, kind)
     if issubclass(kind, enum.Enum):
-        return SafeType(name, kind, lambda item: item.name, kind.__getitem__, False)
+        return _enumeration(name, kind)
     to_dict, from_dict = (
         getattr(kind, "to_dict", None),
         getattr(kind, "from_dict", None),
@@ -208,6 +213,43 @@ def _named_tuple(name: str, kind: type) -> SafeType:
         return kind(**state)
 
     return SafeType(name, kind, encode, decode, True)
+
+
+def _enumeration(name: str, kind: type[enum.Enum]) -> SafeType:
+    def encode(item: Any) -> Any:
+        key = item.name
+        if kind.__members__.get(key) is not item:
+            raise CodecError(
+                f"a {name} is not the member of its name, {key!r:.80}: pass encode= "
+                "and decode= to add_safe_types"
+            )
+        return key
+
+    return SafeType(name, kind, encode, kind.__getitem__, False)
+
+
+def _flags(name: str, kind: type[enum.Flag]) -> SafeType:
+    # Several flags, or none, have no name that every version of Python knows. An
+    # IntFlag takes any bits; that of Python 3.10 makes a member of each, and keeps it.
+    values = [operator.index(flag.value) for flag in kind.__members__.values()]
+    most = max([_FLAGS_OF_ANY, *(value.bit_length() for value in values)])
+
+    def checked(value: int) -> int:
+        if value.bit_length() > most:
+            raise CodecError(
+                f"a {name} of {value.bit_length()} bits, the limit is {most}: pass "
+                "encode= and decode= to add_safe_types"
+            )
+        return value
+
+    def decode(state: Any) -> Any:
+        if type(state) is not int:
+            raise CodecError(f"a {name} arrived with {type(state)} in place of an int")
+        return kind(checked(state))
+
+    return SafeType(
+        name, kind, lambda flags: checked(operator.index(flags.value)), decode, False
+    )
 
 
 def _check_fields(name: str, state: Any, fields: Any) -> None:
