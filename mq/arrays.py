@@ -140,7 +140,9 @@ def unpack_scalar(unpacker: Unpacker, body: memoryview) -> Any:
     dtype = dtype_of(name)
     if len(raw) != dtype.itemsize:
         raise CodecError(f"a NumPy scalar of {dtype} with {len(raw)} bytes")
-    return with_sound_bools(np.ndarray((), dtype, bytearray(raw) if raw else None))[()]
+    array = with_sound_bools(np.ndarray((), dtype, bytearray(raw) if raw else None))
+    array.flags.writeable = False  # a record is a view, and hashed only where it is not
+    return array[()]
 
 
 @functools.lru_cache(maxsize=512)

@@ -49,7 +49,8 @@ class Codec:
     - Each reference to an object arrives as an object of its own; two tensors that
       share memory arrive as two that do not.
     - A zone of a datetime arrives as its offset from UTC.
-    - Pads and titles of structured dtypes are not kept.
+    - Pads and titles of structured dtypes are not kept; a single record is read-only,
+      so that it can be in a set.
 
     Args:
         allow_pickle: Whether any other object travels, and is accepted, as a pickle;

@@ -113,6 +113,16 @@ def test_numpy_scalars_stay_numpy_scalars(array: Any) -> None:
     assert same(travel(scalar), scalar)
 
 
+def test_a_record_can_be_in_a_set_where_it_could_be_before() -> None:
+    """NumPy hashes those that are read-only: all are, once they have arrived."""
+    for dtype in ([("a", "?"), ("b", ">f4")], [("a", [("b", "S2")])], []):
+        records = np.zeros(1, dtype)
+        assert not travel(records[0]).flags.writeable
+        records.flags.writeable = False
+        payload = [{records[0]}, {records[0]: 1}]
+        assert travel(payload) == payload
+
+
 @pytest.mark.parametrize(
     "value", [np.str_("a\0"), np.bytes_(b"a\0"), np.str_(""), np.bytes_()]
 )
