@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -76,8 +75,7 @@ def lay_out(memory: memoryview, shape: Sequence[int], dtype: Any) -> Any:
         if not nbytes:
             return torch.empty(sizes, dtype=dtype)
         return torch.frombuffer(data, dtype=dtype).reshape(sizes)
-    count = math.prod(sizes)
-    return np.frombuffer(data, dtype=dtype, count=count).reshape(sizes)
+    return np.ndarray(sizes, dtype, data)
 
 
 def finish(block: Block, frames: Frames) -> Block | None:

@@ -252,3 +252,13 @@ def test_what_cannot_be_sent_is_not_loaned(
     kind = TypeError if problem.startswith("shape is") else ValueError
     with pytest.raises(kind, match=problem), pair[0].loan("t", shape, dtype):
         raise AssertionError("it was loaned")
+
+
+@pytest.mark.parametrize("dtype", ["S0", "V0", "U0", [], "f4"], ids=str)
+@pytest.mark.parametrize("shape", [(3,), (2, 0), ()], ids=str)
+def test_items_of_no_bytes_are_loaned(pair: Pair, shape: Any, dtype: Any) -> None:
+    """As they are published, though `numpy.frombuffer` knows no such items."""
+    with pair[0].loan("t", shape, dtype, timeout=10) as loaned:
+        assert (loaned.shape, loaned.dtype) == (shape, np.dtype(dtype))
+    found = pair[1].recv(timeout=10).payload
+    assert (found.shape, found.dtype) == (shape, np.dtype(dtype))
