@@ -18,6 +18,8 @@ from mq.errors import (
 from mq.errors import CodecError as _CodecError
 from mq.membership import Membership
 from mq.message import CLEAR, KEEP_ALL, History, Message, check_topic
+from mq.options import switch
+from mq.seconds import deadline_after
 
 if TYPE_CHECKING:
     from mq.buffers import Pool
@@ -148,11 +150,11 @@ class BlockingQueue(Membership):
         Yields:
             A tensor or array of that shape, uninitialised.
         """
-        from mq import loans
+        self._driver.check()
+        from mq import loans  # not before: in a forked child that could wait for ever
 
         check_topic(topic)
         self._topics.add(topic)
-        self._driver.check()
         nbytes = loans.room(shape, dtype)
         block = self._driver.take_block(topic, nbytes, timeout)
         memory = self._pool.take(nbytes) if block is None else block.area
@@ -217,8 +219,8 @@ class BlockingQueue(Membership):
         Raises:
             SubscribeTimeout: Some members have not acknowledged; the subscription is in
                 force all the same.
-            ValueError: Already subscribed with other options, or a bad argument, also a
-                device that is not there.
+            ValueError, TypeError: Already subscribed with other options, or a bad
+                argument, also a device that is not there.
         """
         self._driver.check()
         check_topic(topic)
@@ -231,6 +233,8 @@ class BlockingQueue(Membership):
             from mq.tensors import check_device  # it loads torch
 
             check_device(device)
+        zero_copy = switch("zero_copy", zero_copy)
+        deadline_after(timeout)  # a bad one is refused before anything is begun
         depth, window_bytes = min(depth, MAX_CREDIT), min(window_bytes, MAX_CREDIT)
         options = (history.keep, depth, window_bytes, zero_copy, device)
         subscriber = self._mesh.subscriber

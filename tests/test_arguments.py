@@ -59,6 +59,8 @@ def test_a_time_that_is_none_is_refused(pair: Pair, call: str, time: Any) -> Non
         CALLS[call](pair[0], time)
     with pytest.raises(kind, match="linger is "):
         pair[0].close(linger=time)
+    assert "u" not in pair[0].stats()["topics"]
+    pair[0].subscribe("u", depth=1, timeout=10)
     pair[0].publish("t", "and goes on")
     assert pair[1].recv(timeout=10).payload == "and goes on"
 
@@ -262,3 +264,24 @@ def test_items_of_no_bytes_are_loaned(pair: Pair, shape: Any, dtype: Any) -> Non
         assert (loaned.shape, loaned.dtype) == (shape, np.dtype(dtype))
     found = pair[1].recv(timeout=10).payload
     assert (found.shape, found.dtype) == (shape, np.dtype(dtype))
+
+
+@pytest.mark.parametrize("zero_copy", ["no", 1, None, np.True_], ids=repr)
+def test_a_switch_that_is_neither_on_nor_off_is_refused(
+    pair: Pair, zero_copy: Any
+) -> None:
+    """As by `connect`: a text such as "no" would count as true."""
+    with pytest.raises(TypeError, match="zero_copy is True or False, not "):
+        pair[1].subscribe("u", zero_copy=zero_copy)
+    pair[1].subscribe("u", zero_copy=True, timeout=10)
+
+
+def test_a_closed_queue_loads_nothing_to_loan(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a forked child's: another thread may have been importing just then."""
+    pair[0].close()
+    monkeypatch.delattr(mq, "loans", raising=False)
+    monkeypatch.setitem(sys.modules, "mq.loans", None)
+    with pytest.raises(mq.Closed), pair[0].loan("t", (2,), "f4"):
+        raise AssertionError("it was loaned")
