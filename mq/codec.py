@@ -49,8 +49,11 @@ class Codec:
     - Each reference to an object arrives as an object of its own; two tensors that
       share memory arrive as two that do not.
     - A zone of a datetime arrives as its offset from UTC.
-    - Pads and titles of structured dtypes are not kept; a single record is read-only,
-      so that it can be in a set.
+    - `numpy.longlong` and `numpy.ulonglong` arrive as `numpy.int64` and `numpy.uint64`.
+    - Pads and titles of structured dtypes are not kept, and `numpy.record` as the type
+      of one arrives as `numpy.void`. A single record is read-only, so that it can be in
+      a set.
+    - A `TensorDict` arrives unlocked.
 
     Args:
         allow_pickle: Whether any other object travels, and is accepted, as a pickle;

@@ -9,17 +9,20 @@ from mq.errors import CodecError
 
 def state(tensors: Any) -> dict[str, Any]:
     """What `build` needs: entries, batch size and names of dimensions."""
-    from tensordict import is_non_tensor
-
     return {
-        "entries": {
-            key: value.data if is_non_tensor(value) else value
-            for key, value in tensors.items()
-        },
+        "entries": {key: _entry(value) for key, value in tensors.items()},
         "batch_size": tuple(tensors.batch_size),
         "names": list(tensors.names),
         "has_device": tensors.device is not None,
     }
+
+
+def _entry(value: Any) -> Any:
+    from tensordict import NonTensorStack, is_non_tensor
+
+    # A stack has no data of its own; it is refused, unless its type travels, too.
+    single = is_non_tensor(value) and not isinstance(value, NonTensorStack)
+    return value.data if single else value
 
 
 def build(state: Any) -> Any:

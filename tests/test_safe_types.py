@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 from payload_checks import CODEC, area_of, same, travel
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from mq import extensions as ext
+from mq import safe_types
 from mq.codec import Codec, add_safe_types
 from mq.errors import CodecError, UntrustedPayload
 from mq.frames import assemble
@@ -121,6 +122,31 @@ def test_a_tensordict_travels_once_registered() -> None:
     assert found["n"].batch_size == (3,)
     assert travel(TensorDict({"x": torch.ones(2)}, [])).device is None
     assert CODEC.encode(sent).needs == {"tensordict:TensorDict"}
+
+
+@pytest.mark.parametrize("items", [["a", "b"], ["a", "a"]], ids=str)
+def test_a_stack_in_a_tensordict_is_refused_with_remedies_that_help(
+    items: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is in it: one of equal items is no single item, either."""
+    sent = TensorDict({"s": NonTensorStack.from_list([items, items])}, [2, 2])
+    remedies = (
+        r"\['s'\]: a .*NonTensorStack is .* mq\.add_safe_types\(NonTensorStack, "
+        r"encode=NonTensorStack\.tolist, decode=NonTensorStack\.from_list\) .*pickle"
+    )
+    with pytest.raises(CodecError, match=remedies):
+        CODEC.encode(sent)
+    trusting = Codec(allow_pickle=True)
+    found = [trusting.decode(area_of(trusting.encode(sent)))]
+    for table in ("_by_type", "_by_name"):  # for the other tests
+        monkeypatch.setattr(safe_types, table, getattr(safe_types, table))
+    add_safe_types(
+        NonTensorStack, encode=NonTensorStack.tolist, decode=NonTensorStack.from_list
+    )
+    found.append(travel(sent))
+    for tensors in found:
+        assert type(dict(tensors.items())["s"]) is NonTensorStack
+        assert tensors["s"] == [items, items]
 
 
 def test_functions_make_any_type_travel_and_codecs_accept_it() -> None:
