@@ -423,26 +423,41 @@ def test_what_a_handler_raises_while_a_message_is_made_does_not_lose_it() -> Non
         signal.signal(signal.SIGALRM, before)
 
 
-def test_an_error_of_the_message_itself_ends_it() -> None:
-    """The next call goes on."""
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [
+        (CodecError, ["two", "three"]),
+        (SystemExit, ["two", "three"]),
+        (KeyboardInterrupt, ["one", "two", "three"]),
+    ],
+)
+def test_an_error_of_the_message_itself_ends_it(
+    error: type[BaseException], left: list[str]
+) -> None:
+    """The next call goes on; it would raise the same again and again.
+
+    An interrupt is never the message's, though it came in the middle of its decoding.
+    """
 
     def finish(item: str) -> str:
-        if item == "one":
-            raise CodecError("malformed")
+        made.append(item)
+        if len(made) == 1:
+            raise error
         return item
 
     def take(box: list[str], timeout: float | None) -> bool:
         box[0] = ready.popleft()
         return True
 
-    ready = deque(["one", "two"])
+    made: list[str] = []
+    ready = deque(["one", "two", "three"])
     driver = driver_that_takes_back(ready)
     queue = queue_of(
         driver, _take=take, _finish=finish, _pop_ready=lambda *arguments: False
     )
-    with pytest.raises(CodecError):
+    with pytest.raises(error):
         BlockingQueue.recv(queue)
-    assert BlockingQueue.recv(queue) == "two"
+    assert [BlockingQueue.recv(queue) for _ in left] == left
 
 
 def test_a_pop_interrupted_before_it_had_an_effect_has_none(
