@@ -132,6 +132,9 @@ class MQ(BlockingQueue):
         """`recv` for asyncio; cancelled, it has taken nothing."""
         deadline = deadline_after(timeout)
         await _let_others_run()
+        if self._inbox.ready:
+            with contextlib.suppress(RecvTimeout):  # another thread was faster
+                return self.recv(0)
         with self._wakeups() as wakeup:
             while True:
                 wakeup.clear()
@@ -151,6 +154,9 @@ class MQ(BlockingQueue):
     ) -> None:
         """`publish` for asyncio; cancelled while it waits, it did nothing."""
         await _let_others_run()
+        known = None if retain or urgent else self._known.get(topic)
+        if known is not None and known.gate.publish(payload, self._lock):
+            return
         if payload is CLEAR:
             self.publish(topic, payload, retain=retain)
             return
