@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from bench.command import main
+from mq.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -156,7 +156,7 @@ def write(paths: Sequence[Path], directory: Path) -> list[str]:
 def on_the_way(
     output: Path, facts: dict[str, str], measure: Callable[[Writer], int]
 ) -> int:
-    """Measure into `results.jsonl`; print and write the report, also when interrupted.
+    """Measure into `results.jsonl`; write and print the report, also when interrupted.
 
     Args:
         output: Where the file and the report go.
@@ -175,9 +175,8 @@ def on_the_way(
         status = 130
     finally:
         writer.close()
-    print(terminal([path]))
-    for line in write([path], output):
-        print(line)
+    told = write([path], output)
+    print("\n".join([terminal([path]), *told]))
     return status
 
 

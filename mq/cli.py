@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from mq.errors import MQError
 
@@ -20,21 +23,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: In place of those of the process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["bench"]:  # has its own parser, loaded only here
-        return _bench(given[1:])
-    parser = _parser()
-    options = parser.parse_args(given)
+    out, err = _Patient(sys.stdout), _Patient(sys.stderr)
+    with (
+        contextlib.redirect_stdout(cast(TextIO, out)),
+        contextlib.redirect_stderr(cast(TextIO, err)),
+    ):
+        status = _status(given)
+        out.flush()
+        if out.error is None or isinstance(out.error, BrokenPipeError):
+            return status
+        print(f"mq: standard output: {out.error}", file=sys.stderr)
+        return 2  # not 1, which is what a comparison found
+
+
+def _status(given: Sequence[str]) -> int:
+    """The exit status, whatever a command ends by."""
     try:
-        status: int = options.run(options)
+        if given[:1] == ["bench"]:  # has its own parser, loaded only here
+            return _bench(given[1:])
+        options = _parser().parse_args(given)
+        return int(options.run(options))
+    except SystemExit as ended:  # of a parser: usage, help or version
+        return int(ended.code or 0)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (MQError, OSError, ValueError) as error:
         print(f"mq: {error}", file=sys.stderr)
         return 1
-    return status
+
+
+class _Patient:
+    """A standard stream that takes everything, also once nobody reads it any more.
+
+    `head` has then seen enough, but what is being measured is still reported, and what
+    a comparison finds is still the exit status.
+
+    Attributes:
+        error: Why the rest was dropped, or None.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream or io.StringIO()  # a closed one is None
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, or drop it."""
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, if that is of use."""
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, call: Callable[[], object]) -> None:
+        if self.error is not None:
+            return
+        try:
+            call()
+        except OSError as error:
+            self.error = error
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())  # for what is left in its buffer
+            os.close(null)
 
 
 def _parser() -> argparse.ArgumentParser:

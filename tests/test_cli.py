@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -72,6 +73,80 @@ def test_help_and_version_load_nothing_heavy(argument: str) -> None:
     )
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.fixture
+def twice_the_time(tmp_path: Path) -> list[str]:
+    """Arguments to compare two runs, of which the second is slower."""
+    paths = []
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        row = {"record": "result", "transport": "shm", "workload": "rate"}
+        row |= {"nbytes": 64, "round": 0, "status": "ok", "processes": []}
+        row |= {"metrics": {"value": 1 / value}}
+        paths.append(tmp_path / f"{name}.jsonl")
+        facts = {"record": "environment", "python": name}
+        paths[-1].write_text(f"{json.dumps(facts)}\n{json.dumps(row)}\n")
+    return ["bench", "compare", *map(str, paths), "--fail-above"]
+
+
+def unheard(*arguments: str, errors: bool = False) -> tuple[int, str]:
+    """Status and complaints of a command whose reader has gone before it begins."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "mq", *arguments],
+            stdout=writer,
+            stderr=writer if errors else subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        os.close(writer)
+    return done.returncode, done.stderr or ""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["transports"]])
+def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str]) -> None:
+    """As with `mq transports | head -1`."""
+    assert unheard(*arguments) == (0, "")
+
+
+def test_a_comparison_finds_the_same_though_nobody_reads_it(
+    twice_the_time: list[str],
+) -> None:
+    """The status tells what is slower, never that a pipe was closed."""
+    status, said = unheard(*twice_the_time, "1.2")
+    assert (status, said) == (1, "worse: rate 64 B shm: 2.00 times the time\n")
+    assert unheard(*twice_the_time, "3") == (0, "")
+
+
+def test_a_run_that_nobody_reads_is_measured_and_reported(tmp_path: Path) -> None:
+    """Neither the closed pipe of the progress nor that of the table ends it."""
+    chosen = ["--transports", "limit:unix", "--workloads", "latency", "--rounds", "1"]
+    chosen += ["--sizes", "1250", "--budget", "0.05", "--output", str(tmp_path)]
+    assert unheard("bench", *chosen, errors=True) == (0, "")
+    assert "limit:unix" in (tmp_path / "report.md").read_text()
+    assert '"ok"' in (tmp_path / "results.jsonl").read_text()
+
+
+def test_what_cannot_be_written_is_said_in_a_sentence(
+    twice_the_time: list[str],
+) -> None:
+    """On a full disk; the status is not the one of a comparison."""
+    for arguments in (["--version"], [*twice_the_time, "1.2"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "mq", *arguments],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=60,
+            )
+        assert done.returncode == 2
+        last = done.stderr.splitlines()[-1]
+        assert last == "mq: standard output: [Errno 28] No space left on device"
+        assert "Traceback" not in done.stderr
 
 
 def test_help_names_the_commands() -> None:
