@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import resource
-import signal
 import threading
 import time
 import traceback
@@ -110,7 +109,6 @@ def run_peers(
 
     # Its threads spin: on a busy machine a check of 640 MB took 30 s, not 0.1.
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, in order
     cpu, base = time.process_time(), _resident("VmRSS")
     peers = [
         Peer(cell, rank, size, directory, pipe, queues)

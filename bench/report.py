@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import advice, plan, tables
+from bench import advice, interrupts, plan, tables
 from bench.apps.app import QUICK, name_of
 from bench.apps.report import METHOD as APPS_METHOD
 from bench.apps.report import Source, Taken, joined, texts
@@ -34,6 +34,8 @@ METHOD = (
     "answers included. sender and receiver MB: the most resident memory above what "
     "the process started with, mapped shared memory included.",
 )
+
+_INTERRUPTED = "interrupted: the report covers what was measured"
 
 
 @dataclass(frozen=True)
@@ -168,14 +170,21 @@ def on_the_way(
     """
     path = output / "results.jsonl"
     writer = Writer(path, facts)
-    try:
-        status = measure(writer)
-    except KeyboardInterrupt:
-        print("interrupted: the report covers what was measured", file=sys.stderr)
-        status = 130
-    finally:
-        writer.close()
-    told = write([path], output)
+    with interrupts.raised():
+        try:
+            status = measure(writer)
+        except KeyboardInterrupt:
+            status = 130
+        finally:
+            writer.close()
+        try:
+            with interrupts.held("the report is being written; once more ends that"):
+                if status == 130:
+                    print(_INTERRUPTED, file=sys.stderr, flush=True)
+                told = write([path], output)
+        except KeyboardInterrupt:
+            print(f"without a report: mq bench report {path}", file=sys.stderr)
+            return 130
     print("\n".join([terminal([path]), *told]))
     return status
 

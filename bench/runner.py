@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from bench import peer
+from bench import interrupts, peer
 from bench.baselines import QUEUES, queue_capacity
 from bench.peer import Metrics, Unusable
 from bench.rows import Cell, Result, Usage
@@ -55,9 +56,19 @@ def run_cell(
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """What starts the processes of cells: it imports torch once, for all of them."""
+    """What starts the processes of cells: it imports torch once, for all of them.
+
+    It and they never see SIGINT, which a terminal sends to all: who started them ends
+    them, in order.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.preload"])
+    resource_tracker.ensure_running()  # first, as it unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # is inherited
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
@@ -65,7 +76,8 @@ def _touch(cell: Cell, nbytes: int) -> None:
     if not nbytes:
         return
     process = fork_server().Process(target=peer.touch_memory, args=(nbytes,))
-    process.start()
+    with interrupts.deferred():
+        process.start()
     _end([process], cell.limit)
 
 
@@ -98,8 +110,9 @@ def _started(
                 name=f"bench-{cell.workload}-{ranks[0]}",
                 daemon=True,
             )
-            process.start()
-            processes.append(process)
+            with interrupts.deferred():  # a process half begun could not be ended
+                process.start()
+                processes.append(process)
         for pipe in theirs:  # so that a dead process is seen as the end of its pipe
             pipe.close()
         yield processes, ours

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,34 +39,116 @@ def test_the_command_measures_writes_and_reports(
     assert "[4/4] about 0:0" in shown.err
 
 
-def test_an_interrupt_leaves_a_report_on_what_was_measured(tmp_path: Path) -> None:
-    """Ctrl-C ends the run with status 130, and every cell before it is reported."""
-    code = "import sys; from bench.command import main; sys.exit(main(sys.argv[1:]))"
-    chosen = ["--transports", "raw:zmq:ipc", "--rounds", "1000"]
-    running = subprocess.Popen(
-        [sys.executable, "-c", code, *chosen, *SMALL, "--output", str(tmp_path)],
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A directory for temporary files, short enough for the paths of sockets."""
+    with tempfile.TemporaryDirectory(prefix="mqb-") as directory:
+        yield Path(directory)
+
+
+@contextmanager
+def running(
+    output: Path, temporary: Path, begun: str = "[3/2000]"
+) -> Iterator[subprocess.Popen[str]]:
+    """A long run that has said that this cell begins."""
+    chosen = ["--transports", "tcp", "--rounds", "1000", "--output", str(output)]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "mq", "bench", *SMALL, *chosen],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "TMPDIR": str(temporary), "XDG_RUNTIME_DIR": ""},
+        start_new_session=True,
         # Ignored where a shell started the tests in the background.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        assert running.stderr is not None
-        for line in running.stderr:
-            if line.startswith("[3/1000]"):
-                break
-        running.send_signal(signal.SIGINT)
-        shown, errors = running.communicate(timeout=60)
+        until(run, begun)
+        yield run
     finally:
-        running.kill()
-        running.communicate()
-    assert running.returncode == 130, errors
-    assert "interrupted" in errors
+        run.kill()
+        run.communicate()
+
+
+def until(run: subprocess.Popen[str], words: str) -> None:
+    """Read what a run complains of up to these words."""
+    assert run.stderr is not None
+    assert any(words in line for line in run.stderr)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_a_report_on_what_was_measured(
+    ending: signal.Signals, tmp_path: Path, temporary: Path
+) -> None:
+    """It ends with status 130, every cell before is reported, and no more is left."""
+    with running(tmp_path, temporary) as run:
+        run.send_signal(ending)
+        shown, errors = run.communicate(timeout=60)
+    assert run.returncode == 130, errors
+    assert errors.splitlines()[-1].startswith("interrupted")
+    assert "Traceback" not in errors
     assert shown.splitlines()[-1].startswith(f"report: {tmp_path}")
     text = (tmp_path / "report.md").read_text()
-    assert "of 1000 planned cells were measured" in text
-    assert "| 1.25 KB | raw:zmq:ipc |" in text
+    assert "of 2000 planned cells were measured" in text
+    assert "| 1.25 KB | tcp |" in text
+    assert not list(temporary.glob("mq-bench-*"))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_one_interrupt_more_is_no_end_of_the_report(
+    again: bool, tmp_path: Path, temporary: Path
+) -> None:
+    """Writing takes seconds in which people are impatient; two more end that, too."""
+    pytest.importorskip("matplotlib", reason="the plots take the seconds")
+    with running(tmp_path, temporary) as run:
+        os.killpg(run.pid, signal.SIGINT)
+        until(run, "interrupted: the report covers what was measured")
+        os.killpg(run.pid, signal.SIGINT)
+        until(run, "the report is being written; once more ends that")
+        if again:
+            os.killpg(run.pid, signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+    results = tmp_path / "results.jsonl"
+    assert run.returncode == 130
+    assert errors == (f"without a report: mq bench report {results}\n" if again else "")
+    assert (tmp_path / "report.html").exists() is not again
+
+
+def test_an_interrupt_while_all_is_imported_is_one_sentence(
+    tmp_path: Path, temporary: Path
+) -> None:
+    """It comes at once, or when the first cell has begun."""
+    with running(tmp_path, temporary, "[1/2000]") as run:
+        os.killpg(run.pid, signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert errors == "interrupted: the report covers what was measured\n"
+
+
+def test_what_starts_the_cells_sees_no_interrupt() -> None:
+    """It imports for seconds, in which Ctrl-C had it print a traceback."""
+    code = (
+        "import os, signal\n"
+        "from multiprocessing import forkserver\n"
+        "from bench.runner import fork_server\n"
+        "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, lambda *_: None)\n"
+        "    context = fork_server()\n"
+        "    forkserver.ensure_running()\n"
+        "    os.killpg(0, signal.SIGINT)\n"
+        "    process = context.Process(target=os.killpg, args=(0, signal.SIGINT))\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "    raise SystemExit(process.exitcode)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_quick_run_begins_no_cell_after_its_time(

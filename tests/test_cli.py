@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+import bench.command
 from mq import registry, settings
 from mq.cli import main
 from mq.rendezvous import open_rendezvous
@@ -128,6 +129,16 @@ def test_a_run_that_nobody_reads_is_measured_and_reported(tmp_path: Path) -> Non
     assert unheard("bench", *chosen, errors=True) == (0, "")
     assert "limit:unix" in (tmp_path / "report.md").read_text()
     assert '"ok"' in (tmp_path / "results.jsonl").read_text()
+
+
+def test_an_interrupt_anywhere_is_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bench, too, before and after its measuring."""
+
+    def interrupted(arguments: Sequence[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.command, "main", interrupted)
+    assert main(["bench"]) == 130
 
 
 def test_what_cannot_be_written_is_said_in_a_sentence(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from multiprocessing.context import ForkServerProcess
 
 import torch
@@ -26,11 +25,6 @@ def play(backend: str, group: str, task: Task, index: int) -> None:
     name = collector_name(index)
     with mq.connect(backend, group=group, name=name) as queue:
         collect(queue, task, index)
-
-
-def _play(backend: str, group: str, task: Task, index: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the learner ends us, in order
-    play(backend, group, task, index)
 
 
 class Crew:
@@ -64,7 +58,7 @@ class Crew:
 
     def _start(self, index: int) -> ForkServerProcess:
         process = self._context.Process(
-            target=_play, args=(*self._arguments, index), name=collector_name(index)
+            target=play, args=(*self._arguments, index), name=collector_name(index)
         )
         process.start()
         return process
