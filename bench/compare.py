@@ -50,8 +50,12 @@ class Change:
 
     def title(self) -> str:
         """The cell in words."""
-        size = f" {size_text(self.nbytes)}" if self.nbytes else ""
-        return f"{self.workload}{size} {self.transport}"
+        return _title(self)
+
+
+def _title(one: Change | Row) -> str:
+    size = f" {size_text(one.nbytes)}" if one.nbytes else ""
+    return f"{one.workload}{size} {one.transport}"
 
 
 def changes(before: Run, after: Run) -> list[Change]:
@@ -82,19 +86,15 @@ def _change(old: Row, new: Row) -> Change:
 
 def missing(before: Run, after: Run) -> list[str]:
     """Cells that only one of the runs has measured, in words."""
-    found = []
-    for one, other, side in ((before, after, "B"), (after, before, "A")):
-        for row in one.rows:
-            if (
-                row.values
-                and other.row(row.workload, row.nbytes, row.transport) is None
-            ):
-                size = f" {size_text(row.nbytes)}" if row.nbytes else ""
-                why = _problem(other, row)
-                found.append(
-                    f"{row.workload}{size} {row.transport}: not in {side}{why}"
-                )
-    return found
+    return [*_missing(before.rows, after, "B"), *_missing(after.rows, before, "A")]
+
+
+def _missing(rows: Sequence[Row], other: Run, side: str) -> list[str]:
+    return [
+        f"{_title(row)}: not in {side}{_problem(other, row)}"
+        for row in rows
+        if row.values and other.row(row.workload, row.nbytes, row.transport) is None
+    ]
 
 
 def _problem(run: Run, row: Row) -> str:
@@ -149,12 +149,14 @@ def failures(before: Run, after: Run, most: float) -> list[str]:
     """What is worse in B than it may be, in words.
 
     Ours only: cells that are slower by more than `most` and whose rounds do not
-    overlap, that lose messages and did not, or that failed and did not.
+    overlap, that lose messages and did not, or that failed or are missing and were
+    not; and that there is no cell to compare.
     """
     found = []
-    for one in changes(before, after):
-        if is_baseline(one.transport):
-            continue
+    common = [one for one in changes(before, after) if not is_baseline(one.transport)]
+    if not common:
+        found.append("the two runs have no cell of ours in common")
+    for one in common:
         if one.verdict == "slower" and one.ratio > most:
             found.append(f"{one.title()}: {number(one.ratio)} times the time")
         if one.lost[1] > one.lost[0] == 0:
@@ -162,10 +164,10 @@ def failures(before: Run, after: Run, most: float) -> list[str]:
     for row in after.rows:
         was = before.row(row.workload, row.nbytes, row.transport)
         broken = row.problem.startswith("failed") and not is_baseline(row.transport)
-        if broken and was is not None and not was.problem:
-            size = f" {size_text(row.nbytes)}" if row.nbytes else ""
-            found.append(f"{row.workload}{size} {row.transport}: {row.problem}")
-    return found
+        if broken and row.values and was is not None and not was.problem:
+            found.append(f"{_title(row)}: {row.problem}")
+    ours = [row for row in before.rows if not is_baseline(row.transport)]
+    return [*found, *_missing(ours, after, "B")]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -182,7 +184,7 @@ def main(arguments: Sequence[str]) -> int:
         type=_ratio,
         metavar="RATIO",
         help="exit with 1 if one of ours is slower than this, as 1.2 (and its rounds "
-        "do not overlap), or loses messages or fails and did not in A",
+        "do not overlap), or loses messages, fails or is missing and did not in A",
     )
     options = parser.parse_args(arguments)
     try:

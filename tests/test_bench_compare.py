@@ -104,16 +104,44 @@ def test_messages_that_get_lost_fail(
 def test_a_cell_of_one_side_is_named_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """New cells are told of, missing ones too; failing now and not before fails."""
+    """New cells are told of; what failed now and did not before fails."""
     broken = Result.of(Cell("nng:tcp", "latency", 40_000_000), "failed", "no luck")
-    before = [*rounds("nng:tcp", [1]), *rounds("zmq:tcp", [1])]
-    after = [broken, *rounds("zmq:tcp", [1]), *rounds("zmq:ipc", [1])]
+    before = [*rounds("nng:tcp", [1]), *rounds("zmq:tcp", [1, 1])]
+    again = Result.of(Cell("zmq:tcp", "latency", 40_000_000, 1), "failed", "died")
+    after = [broken, *rounds("zmq:tcp", [1]), again, *rounds("zmq:ipc", [1])]
     assert compared(tmp_path, before, after) == 0
     out = capsys.readouterr().out
     assert "latency 40 MB nng:tcp: not in B (failed: no luck)" in out
     assert "latency 40 MB zmq:ipc: not in A" in out
     assert compared(tmp_path, before, after, "--fail-above", "2") == 1
-    assert "nng:tcp: failed: no luck" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines() == [
+        "worse: latency 40 MB zmq:tcp: failed: died",
+        "worse: latency 40 MB nng:tcp: not in B (failed: no luck)",
+    ]
+
+
+def test_a_cell_of_ours_that_is_missing_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever leaves it out has not shown that it is no slower."""
+    bare = rounds("raw:nng:tcp", [1])
+    before = [*rounds("nng:tcp", [1]), *rounds("zmq:tcp", [1]), *bare]
+    after = rounds("zmq:tcp", [1])
+    assert compared(tmp_path, before, after, "--fail-above", "2") == 1
+    assert capsys.readouterr().err == "worse: latency 40 MB nng:tcp: not in B\n"
+    assert compared(tmp_path, after, before, "--fail-above", "2") == 0
+
+
+@pytest.mark.parametrize("other", [[], rounds("raw:zmq:ipc", [1])])
+def test_where_nothing_was_compared_nothing_has_passed(
+    other: list[Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither with a run that measured nothing nor with one of other cells."""
+    ours = rounds("zmq:ipc", [1])
+    said = "worse: the two runs have no cell of ours in common"
+    for before, after in ((ours, other), (other, ours), (other, other)):
+        assert compared(tmp_path, before, after, "--fail-above", "2") == 1
+        assert said in capsys.readouterr().err.splitlines()
 
 
 def test_runs_without_a_common_cell_say_so(
