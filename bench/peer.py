@@ -29,7 +29,7 @@ class Peer:
     Attributes:
         size: How many participants the cell has.
         cpu_seconds: Processor time of this process in the last `timed` block.
-        directory: An empty directory of this cell, for its sockets.
+        directory: A directory of this cell, for its sockets, and where members meet.
         group: A name that no other cell has.
         queues: One of multiprocessing's for each participant, where the cell is about
             them.
@@ -109,6 +109,8 @@ def run_peers(
 
     # Its threads spin: on a busy machine a check of 640 MB took 30 s, not 0.1.
     torch.set_num_threads(1)
+    # Members meet in there: what a killed one leaves goes with the cell's directory.
+    os.environ["XDG_RUNTIME_DIR"] = directory
     cpu, base = time.process_time(), _resident("VmRSS")
     peers = [
         Peer(cell, rank, size, directory, pipe, queues)

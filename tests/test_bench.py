@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+import mq
 from bench import baselines, command, payloads, raw, raw_nng
 from bench.command import measure, unusable
 from bench.gpu import Gpu, move
@@ -19,6 +20,7 @@ from bench.peer import Metrics, Peer, Unusable
 from bench.rows import Cell, Result, Usage, percentiles
 from bench.runner import Conversation, run_cell
 from mq import registry
+from mq.rendezvous import paths
 
 RAW_ZMQ = ["raw:zmq:ipc", "raw:zmq:tcp"]
 RAW = ["raw:nng:ipc", "raw:nng:tcp", *RAW_ZMQ, "raw:torchrpc", "raw:torchrpc:tcp"]
@@ -244,6 +246,15 @@ def fails(peer: Peer) -> Metrics | None:
     return None
 
 
+def meets_and_dies(peer: Peer) -> Metrics | None:
+    with mq.connect(peer.cell.transport, group=peer.group, name=f"rank{peer.rank}"):
+        where = os.path.join(paths.local_base(), paths.safe_name(peer.group))
+        if peer.rank == 1:
+            raise RuntimeError(where if os.path.exists(where) else "elsewhere")
+        os.kill(os.getpid(), signal.SIGSTOP)  # and is killed in the end
+    return None
+
+
 def declines(peer: Peer) -> Metrics | None:
     raise Unusable("not on this machine")
 
@@ -282,6 +293,16 @@ def test_an_exception_fails_its_cell(threads: bool) -> None:
     result = run_here("fails", threads=threads)
     assert result.reason == "rank 1: RuntimeError: no such luck"
     assert "in fails" in result.detail
+
+
+def test_a_killed_cell_leaves_no_place_where_its_members_met() -> None:
+    """No other group would ever look there."""
+    cell = Cell("tcp", "latency", 0, 0, 0.05, 60.0)
+    result = run_cell(cell, f"{__name__}:meets_and_dies", 2)
+    kind, where = result.reason.split(": ")[1:]
+    assert kind == "RuntimeError", result.reason
+    assert "bench_" in where
+    assert not os.path.exists(where)
 
 
 def test_a_cell_that_cannot_run_here_is_skipped_with_its_reason() -> None:

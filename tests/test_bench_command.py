@@ -91,7 +91,7 @@ def test_an_interrupt_leaves_a_report_on_what_was_measured(
     text = (tmp_path / "report.md").read_text()
     assert "of 2000 planned cells were measured" in text
     assert "| 1.25 KB | tcp |" in text
-    assert not list(temporary.glob("mq-bench-*"))
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize("again", [False, True])
