@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench import baselines, certificates, compare, plan, report
 from bench.progress import Progress, title
-from bench.rows import Cell, Result, Writer, environment
+from bench.rows import PLANNED, Cell, Result, Writer, environment
 from bench.runner import run_cell
 
 DESCRIPTION = """\
@@ -103,7 +103,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 1000:
+    if not text.isdecimal() or not 1 <= int(text) <= 1000:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 1000")
     return int(text)
 
@@ -240,7 +240,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str], output: Path) -> 
             options.quick,
         )
     )
-    facts = environment(arguments) | {"planned cells": str(len(planned))}
+    facts = environment(arguments) | {PLANNED: str(len(planned))}
     end = start + _QUICK_SECONDS if options.quick else None
     return report.on_the_way(
         output, facts, lambda writer: _measure_all(planned, writer, end)

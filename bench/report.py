@@ -13,7 +13,7 @@ from bench.apps.app import QUICK, name_of
 from bench.apps.report import METHOD as APPS_METHOD
 from bench.apps.report import Source, Taken, joined, texts
 from bench.apps.report import conditions as published_apps
-from bench.rows import Result, Writer, read
+from bench.rows import PLANNED, Result, Writer, read
 from bench.summary import Run, gather, number, published
 
 DESCRIPTION = """\
@@ -221,7 +221,7 @@ def remarks(found: Found) -> list[str]:
     """What of the plans is missing, and what does not fit together, in sentences."""
     said = []
     for name, facts, count in zip(found.names, found.facts, found.counts, strict=True):
-        planned = int(facts.get("planned cells", 0))
+        planned = int(facts.get(PLANNED, "0"))
         where = f"{name}: " if len(found.names) > 1 else ""
         if count < planned:
             said.append(
@@ -341,6 +341,6 @@ def main(arguments: Sequence[str]) -> int:
         told = write(options.results, output)
     except (OSError, ValueError) as error:
         print(f"mq bench report: {error}", file=sys.stderr)
-        return 1
+        return 2
     print("\n".join(told))
     return 0

@@ -16,11 +16,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from mq import speed
 
 PACKAGES = ("torch", "numpy", "pyzmq", "pynng", "msgspec", "gymnasium")
 OTHERS = ("iceoryx2", "ray", "redis", "eclipse-zenoh", "ale-py", "torchrl")
 """What baselines and applications need; told of only where it is installed."""
+
+PLANNED = "planned cells"
+"""The fact that says how many cells a run was to have."""
 
 _MISSING = "not installed"
 
@@ -232,16 +237,20 @@ def read(path: Path) -> tuple[dict[str, str], list[Result]]:
 
 
 def _parse(line: bytes) -> dict[str, str] | Result:
-    row = json.loads(line)
+    row = msgspec.json.decode(line)  # unlike json it takes no NaN and no Infinity
     kind = row.pop("record")
     if kind == "environment":
-        return {str(key): str(text) for key, text in row.items()}
+        facts = {str(key): str(text) for key, text in row.items()}
+        if not facts.get(PLANNED, "0").isdecimal():
+            raise ValueError(f"{PLANNED}: {facts[PLANNED]!r} is no number")
+        return facts
     if kind != "result":
         raise ValueError(f"unknown record {kind!r}")
-    row["processes"] = [Usage(**used) for used in row["processes"]]
-    result = Result(**row)
+    result = msgspec.convert(row, Result)
+    if result.nbytes < 0:
+        raise ValueError(f"{result.nbytes} is no number of bytes")
     if result.status == "ok" and not result.metrics["value"] > 0:
-        raise ValueError(f"the value {result.metrics['value']!r} is no measurement")
+        raise ValueError(f"the value {result.metrics['value']:g} is no measurement")
     return result
 
 

@@ -195,10 +195,12 @@ def test_a_failing_stage_fails_its_row_and_the_run(
         (["--backend", "zqm"], "zmq"),
         (["--backend", "zmq,,shm"], "names nothing"),
         (["--rounds", "0"], "no number from 1 on"),
+        (["--rounds", "²"], "no number from 1 on"),
         (["--num-split", "0"], "no number from 1 on"),
         (["--num-split", "1,1"], "no list of different numbers"),
         (["--num-split", "3"], "a batch of 64 cannot be split into 3 equal parts"),
         (["--seeds", "0,one"], "no list of different numbers"),
+        (["--seeds", "0,²"], "no list of different numbers"),
     ],
 )
 def test_bad_arguments_are_refused_in_words(

@@ -170,7 +170,7 @@ def test_a_report_can_be_written_again(
     path = write(tmp_path / "kept.jsonl", [row("zmq:tcp", 10.0)])
     assert main(["report", str(path), "--output", str(tmp_path / "new")]) == 0
     assert (tmp_path / "new" / "report.md").exists()
-    assert main(["report", str(tmp_path / "none.jsonl")]) == 1
+    assert main(["report", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
 
 
@@ -185,6 +185,7 @@ def test_a_report_can_be_written_again(
         (["--workloads", "latent"], "no workload 'latent'"),
         (["--sizes", "12 parsecs"], "is no size"),
         (["--rounds", "0"], "from 1 to 1000"),
+        (["--rounds", "²"], "from 1 to 1000"),
         (["--budget", "never"], "from 0.01 to 600"),
         (["compare", "a.jsonl"], "B.jsonl"),
         (["compare", "a", "b", "--fail-above", "0.5"], "no ratio from 1 to 1000"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,40 @@ def test_a_broken_file_of_results_is_refused_by_line(
     results.write_bytes(results.read_bytes() + line)
     with pytest.raises(ValueError, match=said):
         read(results)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("transport", 3, r"Expected `str`, got `int` - at `\$\.transport`"),
+        ("workload", 5, "workload"),
+        ("nbytes", "x", "nbytes"),
+        ("nbytes", -5, "-5 is no number of bytes"),
+        ("round", None, "round"),
+        ("status", "weird", "weird"),
+        ("metrics", {"value": float("inf")}, "malformed"),
+        ("metrics", {"value": 1.0, "p50": float("nan")}, "malformed"),
+        ("metrics", {"value": "1"}, "metrics"),
+        ("metrics", {}, "value"),
+        ("processes", [{"ranks": "all"}], "ranks"),
+    ],
+)
+def test_a_row_of_another_kind_is_refused_by_line(
+    name: str, given: object, said: str, results: Path
+) -> None:
+    """Of wrong types, not finite, or of a status that there is not."""
+    changed = asdict(row("zmq:tcp", 1.0)) | {"record": "result", name: given}
+    with results.open("a") as file:
+        file.write(json.dumps(changed) + "\n")
+    with pytest.raises(ValueError, match=f"line 12: not a row of .*{said}"):
+        read(results)
+
+
+def test_a_plan_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    """The report tells how much of it was measured."""
+    path = write(tmp_path / "results.jsonl", [], {"planned cells": "some"})
+    with pytest.raises(ValueError, match=r"line 1: .*planned cells: 'some'"):
+        read(path)
 
 
 def test_ratios_are_medians_over_rounds(results: Path) -> None:

@@ -104,7 +104,7 @@ def name_of(workload: str) -> str | None:
 
 def count(text: str) -> int:
     """A number from 1 on, for argparse."""
-    if not text.isdigit() or not int(text):
+    if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
     return int(text)
 
@@ -112,7 +112,7 @@ def count(text: str) -> int:
 def numbers(text: str) -> list[int]:
     """Different numbers such as 0,1,2, for argparse."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words) or len({*words}) < len(words):
+    if not all(word.isdecimal() for word in words) or len({*words}) < len(words):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of different numbers")
     return [int(word) for word in words]
 

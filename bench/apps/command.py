@@ -13,7 +13,7 @@ from pathlib import Path
 from bench import report
 from bench.apps.app import ALONE, NAMES, QUICK, App, AppCell, count, load
 from bench.progress import Progress, title
-from bench.rows import Result, Writer, environment
+from bench.rows import PLANNED, Result, Writer, environment
 from bench.runner import run_cell
 
 BACKENDS = ("inproc", "shm", "zmq", "nng", "tcp", "torchrpc:cpu", "auto")
@@ -136,7 +136,7 @@ def _run(
     except (ValueError, OSError) as error:
         parser.error(str(error))
     every = [cell for _, cells in planned for cell in cells]
-    facts = environment([]) | {"command": command, "planned cells": str(len(every))}
+    facts = environment([]) | {"command": command, PLANNED: str(len(every))}
     facts |= {app.name: _task(app, options) for app in apps}
 
     def measure_all(writer: Writer) -> int:
