@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workloads",
         type=_workloads,
-        default=list(plan.WORKLOADS),
         metavar="A,B",
         help=f"of {names} (default: all)",
     )
@@ -135,17 +134,24 @@ def main(arguments: Sequence[str]) -> int:
     )
     add_arguments(parser)
     options = parser.parse_args(arguments)
+    asked = (options.transports or [], options.workloads or [])
     try:
         _check(options)
+        planned = _planned(options)
+        without = plan.left_out(planned, *asked)
+        if not planned:
+            raise LookupError("; ".join(["nothing to measure", *without]))
         output = _output(options.output)
     except (LookupError, OSError) as error:
         message = error.args[0] if isinstance(error, LookupError) else error
         parser.error(str(message))
-    return run(options, arguments, output)
+    for line in without:
+        print(line, file=sys.stderr)
+    return run(planned, options.quick, arguments, output)
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Fill in the transports.
+    """Fill in the transports and workloads.
 
     Raises:
         LookupError: One of them does not exist.
@@ -154,6 +160,7 @@ def _check(options: argparse.Namespace) -> None:
         options.transports = list(plan.QUICK_TRANSPORTS)
         if not options.quick:
             options.transports = [*_registered(), *_installed()]
+    options.workloads = options.workloads or list(plan.WORKLOADS)
     for name in options.transports:
         if not baselines.is_baseline(name):
             unusable(name)
@@ -225,12 +232,10 @@ def _output(asked: Path | None) -> Path:
     return output
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str], output: Path) -> int:
-    """Measure every cell; print the table; 1 if a cell failed, 130 if interrupted."""
-    start = time.monotonic()
+def _planned(options: argparse.Namespace) -> list[Cell]:
     rounds = options.rounds or (_QUICK_ROUNDS if options.quick else 5)
     budget = options.budget or (_QUICK_BUDGET if options.quick else 1.0)
-    planned = list(
+    return list(
         plan.cells(
             options.transports,
             options.workloads,
@@ -240,8 +245,15 @@ def run(options: argparse.Namespace, arguments: Sequence[str], output: Path) -> 
             options.quick,
         )
     )
+
+
+def run(
+    planned: Sequence[Cell], quick: bool, arguments: Sequence[str], output: Path
+) -> int:
+    """Measure every cell; print the table; 1 if a cell failed, 130 if interrupted."""
+    start = time.monotonic()
     facts = environment(arguments) | {PLANNED: str(len(planned))}
-    end = start + _QUICK_SECONDS if options.quick else None
+    end = start + _QUICK_SECONDS if quick else None
     return report.on_the_way(
         output, facts, lambda writer: _measure_all(planned, writer, end)
     )

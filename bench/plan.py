@@ -75,6 +75,7 @@ WORKLOADS = {
     ),
 }
 _WITHOUT_WIRE = {"import": ("mq",), "codec": ("mq", "raw")}
+_QUICK_LEAVES = "it takes long, and a quick run leaves it out"
 
 
 def parse_size(text: str) -> int:
@@ -120,6 +121,25 @@ def cells(
             yield from last
 
 
+def left_out(
+    planned: Sequence[Cell], transports: Sequence[str], workloads: Sequence[str]
+) -> list[str]:
+    """Of which of these no cell is planned, and why, in words."""
+    seen = {cell.transport for cell in planned} | {cell.workload for cell in planned}
+    found = []
+    for name in workloads:
+        if name not in seen:
+            able = any(_runners([one], name) for one in transports)
+            why = _QUICK_LEAVES if able else "none of these transports has it"
+            found.append(f"no cell of {name}: {why}")
+    for name in transports:
+        if name not in seen:
+            has = [workload for workload in WORKLOADS if _has(name, workload)]
+            why = _QUICK_LEAVES if {*has} & {*workloads} else f"it has {', '.join(has)}"
+            found.append(f"no cell of {name}: {why}")
+    return found
+
+
 def _round(
     transports: Sequence[str],
     workload: str,
@@ -151,11 +171,15 @@ def _runners(transports: Sequence[str], workload: str) -> list[str]:
         return list(_WITHOUT_WIRE[workload])
     found: dict[str, None] = {}
     for transport in transports:
-        if baselines.can_run(transport, workload):
+        if _has(transport, workload):
             found[transport] = None
         if not baselines.is_baseline(transport):
             found |= dict.fromkeys(baselines.beside(transport, workload))
     return list(found)
+
+
+def _has(transport: str, workload: str) -> bool:
+    return workload not in _WITHOUT_WIRE and baselines.can_run(transport, workload)
 
 
 def free_memory() -> int:

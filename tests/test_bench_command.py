@@ -163,6 +163,17 @@ def test_a_quick_run_begins_no_cell_after_its_time(
     assert (only["status"], only["reason"]) == ("skipped", "a quick run's time was up")
 
 
+def test_what_was_asked_for_and_has_no_cell_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rest is measured; what nobody asked for needs no word."""
+    chosen = ["--transports", "limit:memcpy,raw:zmq:ipc:pubsub", "--rounds", "1"]
+    assert main([*chosen, *SMALL, "--output", str(tmp_path)]) == 0
+    first, second = capsys.readouterr().err.splitlines()[:2]
+    assert first == "no cell of raw:zmq:ipc:pubsub: it has rate"
+    assert second.startswith("[1/1]")
+
+
 def test_a_report_can_be_written_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +193,15 @@ def test_a_report_can_be_written_again(
         (["--transports", "shm+glance"], "there are +view, +loan"),
         (["--transports", "zmq:tcp+view"], "zmq:tcp shares no memory"),
         (["--transports", ","], "no name given"),
+        (
+            ["--quick", "--workloads", "mixed-busy", "--transports", "tcp"],
+            "no cell of mixed-busy: it takes long, and a quick run leaves it out",
+        ),
+        (
+            ["--transports", "limit:memcpy", "--workloads", "rate"],
+            "no cell of rate: none of these transports has it; "
+            "no cell of limit:memcpy: it has latency, stream",
+        ),
         (["--workloads", "latent"], "no workload 'latent'"),
         (["--sizes", "12 parsecs"], "is no size"),
         (["--rounds", "0"], "from 1 to 1000"),
