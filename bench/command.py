@@ -206,7 +206,7 @@ def unusable(name: str) -> str | None:
         return baselines.check(name)
     backend, mode = baselines.split(name)
     reason = registry.check(backend)
-    if reason and backend not in registry.names():
+    if reason and registry.canonical(backend) not in registry.names():
         raise LookupError(reason)
     if "+" in name and mode not in baselines.MODES:
         known = ", ".join(f"+{mode}" for mode in baselines.MODES)

@@ -166,9 +166,12 @@ def test_a_run_that_lost_messages_has_failed(
     assert f"shm dqn CartPole-v1 seed=0: failed: {reason}" in capsys.readouterr().out
 
 
-def test_an_unusable_backend_is_a_row_with_its_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["torchrpc:cuda", "cuda"])
+def test_an_unusable_backend_is_a_row_with_its_reason(
+    name: str, tmp_path: Path
+) -> None:
     """Not a failure, and nothing is started."""
-    cell = AppCell("torchrpc:cuda", "pipeline num_split=4", 0, task=Task())
+    cell = AppCell(name, "pipeline num_split=4", 0, task=Task())
     result = command.measure(pipeline.APP, cell, tmp_path)
     if result.status == "ok":
         pytest.skip("this machine has a GPU")

@@ -17,6 +17,7 @@ from bench_results import row, write
 
 from bench import command
 from bench.command import main
+from mq import registry
 
 SMALL = ["--workloads", "latency", "--sizes", "1250", "--budget", "0.05"]
 
@@ -172,6 +173,15 @@ def test_what_was_asked_for_and_has_no_cell_is_named(
     first, second = capsys.readouterr().err.splitlines()[:2]
     assert first == "no cell of raw:zmq:ipc:pubsub: it has rate"
     assert second.startswith("[1/1]")
+
+
+@pytest.mark.parametrize("name", ["torchrpc:cuda", "cuda"])
+def test_an_alias_is_as_unusable_as_what_it_stands_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row with the reason, not a name that there is not."""
+    monkeypatch.setattr(registry, "check", lambda name: f"{name}: no luck")
+    assert command.unusable(name) == f"{name}: no luck"
 
 
 def test_a_report_can_be_written_again(

@@ -114,7 +114,8 @@ def _usable(parser: argparse.ArgumentParser, backends: Sequence[str]) -> list[st
     from mq import registry
 
     for name in backends:
-        if name not in registry.names() and (reason := registry.check(name)):
+        known = registry.canonical(name) in registry.names()
+        if not known and (reason := registry.check(name)):
             parser.error(reason)
     return list(backends)
 
@@ -190,7 +191,7 @@ def measure(app: App, cell: AppCell, output: Path) -> Result:
     from mq import registry
 
     threads = False
-    if cell.transport in registry.names():
+    if registry.canonical(cell.transport) in registry.names():
         if reason := registry.check(cell.transport):
             return Result.of(cell, "skipped", reason)
         threads = not registry.capabilities(cell.transport).separate_processes
