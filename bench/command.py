@@ -141,7 +141,7 @@ def main(arguments: Sequence[str]) -> int:
         without = plan.left_out(planned, *asked)
         if not planned:
             raise LookupError("; ".join(["nothing to measure", *without]))
-        output = _output(options.output)
+        output = report.new_output(options.output, "%Y%m%d-%H%M%S")
     except (LookupError, OSError) as error:
         message = error.args[0] if isinstance(error, LookupError) else error
         parser.error(str(message))
@@ -224,12 +224,6 @@ def _threads(name: str) -> bool:
 
     backend, _ = baselines.split(name)
     return not registry.capabilities(backend).separate_processes
-
-
-def _output(asked: Path | None) -> Path:
-    output: Path = asked or Path("bench", "out", time.strftime("%Y%m%d-%H%M%S"))
-    output.mkdir(parents=True, exist_ok=True)
-    return output
 
 
 def _planned(options: argparse.Namespace) -> list[Cell]:

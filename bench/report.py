@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ METHOD = (
     "the process started with, mapped shared memory included.",
 )
 
+RESULTS = "results.jsonl"
 _INTERRUPTED = "interrupted: the report covers what was measured"
 
 
@@ -155,6 +157,24 @@ def write(paths: Sequence[Path], directory: Path) -> list[str]:
     return [f"report: {whole}"]
 
 
+def new_output(asked: Path | None, name: str) -> Path:
+    """A directory for a run, made as needed: the one that was asked for, or bench/out.
+
+    Args:
+        name: By `time.strftime`, in bench/out.
+
+    Raises:
+        OSError: It cannot be made, or has the results of another run.
+    """
+    output = asked or Path("bench", "out", time.strftime(name))
+    output.mkdir(parents=True, exist_ok=True)
+    if (output / RESULTS).exists():
+        raise FileExistsError(
+            f"{output} has the {RESULTS} of another run: name a new directory"
+        )
+    return output
+
+
 def on_the_way(
     output: Path, facts: dict[str, str], measure: Callable[[Writer], int]
 ) -> int:
@@ -168,7 +188,7 @@ def on_the_way(
     Returns:
         What `measure` returned; 130 if it was interrupted.
     """
-    path = output / "results.jsonl"
+    path = output / RESULTS
     writer = Writer(path, facts)
     with interrupts.raised():
         try:

@@ -184,6 +184,21 @@ def test_an_alias_is_as_unusable_as_what_it_stands_for(
     assert command.unusable(name) == f"{name}: no luck"
 
 
+@pytest.mark.parametrize("arguments", [SMALL, ["apps", "--quick"]])
+def test_the_results_of_another_run_are_not_overwritten(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hours of measuring may be in there; it is said before anything is measured."""
+    path = write(tmp_path / "results.jsonl", [row("zmq:tcp", 10.0)])
+    kept = path.read_bytes()
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--output", str(tmp_path)])
+    assert ended.value.code == 2
+    said = f"{tmp_path} has the results.jsonl of another run: name a new directory"
+    assert said in capsys.readouterr().err
+    assert path.read_bytes() == kept
+
+
 def test_a_report_can_be_written_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,10 +130,7 @@ def _run(
     backends = _usable(parser, options.backend)
     try:
         planned = [(app, app.cells(options, backends)) for app in apps]
-        output: Path = options.output or Path(
-            "bench", "out", time.strftime("apps-%Y%m%d-%H%M%S")
-        )
-        output.mkdir(parents=True, exist_ok=True)
+        output = report.new_output(options.output, "apps-%Y%m%d-%H%M%S")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     every = [cell for _, cells in planned for cell in cells]
