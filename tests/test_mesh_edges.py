@@ -250,6 +250,7 @@ def driver_that_takes_back(ready: deque[str], **attributes: Any) -> Any:
     """One with `put_back`."""
     driver = driver_of(ready, poller=SimpleNamespace(wake=lambda: None), **attributes)
     driver._changes = SimpleNamespace(notify_all=lambda: None)
+    driver._listeners = []
     driver._inbox = driver.inbox
     driver.inbox.put_back = ready.appendleft
     driver.stranded = deque()
