@@ -306,9 +306,9 @@ def test_the_conditions_name_gpus_driver_and_what_applications_need(
 def test_a_row_of_no_application_is_refused_by_name(
     workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the file's name and the status 1."""
+    """With the file's name and the status of wrong usage."""
     path = write(tmp_path / "odd.jsonl", [app_row("shm", workload, 1.0)])
-    assert report.main([str(path)]) == 1
+    assert report.main([str(path)]) == 2
     said = capsys.readouterr().err
     assert f"odd.jsonl: there is no workload '{workload}'" in said
 
