@@ -24,9 +24,10 @@ class Accepted(ZmqConn):
         self.identity = identity
         self.fd = fd
         self._router = router
+        self._wire = _wire_of(fd)
 
     def describe(self) -> Mapping[str, str]:
-        return super().describe() if self.address else {}
+        return {"wire": self._wire} if self._wire else {}
 
     def fail(self, reason: str, finished: bool = False) -> None:
         if not self.reason:
@@ -56,16 +57,13 @@ class Accepted(ZmqConn):
             self._router.dismiss(self)
 
 
-def _address_of(fd: int) -> str:
-    """The peer's address; that which ZeroMQ tells lacks scheme and port. "": gone."""
+def _wire_of(fd: int) -> str:
+    """What kind of socket it is; the peer's address has no scheme. "": it is gone."""
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return ""
         with socket.socket(fileno=os.dup(fd)) as found:
-            if found.family == socket.AF_UNIX:
-                return "ipc"
-            host, port = found.getpeername()[:2]
-            return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+            return "ipc" if found.family == socket.AF_UNIX else "tcp"
     except OSError:
         return ""
 
@@ -117,16 +115,16 @@ class Router:
         """Make a connection of a peer's first message, which is empty."""
         link, first = self.port.link, self.port.socket.recv(NOW, copy=False)
         try:
-            fd = int(first.get(zmq.SRCFD))
+            fd, address = int(first.get(zmq.SRCFD)), str(first.get("Peer-Address"))
         except zmq.ZMQError:  # noise that passed for the protocol's first version
-            fd = -1
+            fd, address = -1, ""
         link.watch()  # what became of earlier connections of the same descriptor
         link.spoke(fd)
         if first.more or len(first) or fd < 0:
             self.port.drain()
             link.malformed += 1
             return
-        conn = self.accepted[identity] = Accepted(self, identity, _address_of(fd), fd)
+        conn = self.accepted[identity] = Accepted(self, identity, address, fd)
         previous = self._owners.pop(fd, None)
         self._owners[fd] = conn
         self._fresh.append(conn)
