@@ -299,9 +299,7 @@ class BlockingQueue(Membership):
             with self._whole():  # what is raised in there is not a signal handler's
                 try:
                     message = self._finish(box[0])
-                except KeyboardInterrupt:  # a Ctrl-C that could not wait
-                    raise
-                except BaseException:  # of the message's: it would come for ever
+                except Exception:
                     box[0] = None
                     raise
             return message
