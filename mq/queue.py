@@ -200,10 +200,11 @@ class MQ(BlockingQueue):
     async def __aexit__(self, *exc_info: object) -> None:
         # Not asyncio's own threads: calls that this is to end may have them all.
         executor = ThreadPoolExecutor(1, "mq-close")
+        closing = asyncio.get_running_loop().run_in_executor(executor, self.close)
         try:
-            await asyncio.get_running_loop().run_in_executor(executor, self.close)
+            await closing
         finally:
-            executor.shutdown(wait=False)
+            executor.shutdown(wait=not closing.cancelled())
 
     @contextlib.contextmanager
     def _wakeups(self) -> Iterator[asyncio.Event]:
@@ -227,8 +228,15 @@ async def _let_others_run() -> None:
 
     A task that always finds a message would be the only one, and deaf to a Ctrl-C.
     """
-    if time.monotonic() - _loop.ran_at > LOOP_SECONDS:
+    before = _loop.ran_at
+    if time.monotonic() - before > LOOP_SECONDS:
         await asyncio.sleep(0)
+        _note_turn(before)
+
+
+def _note_turn(before: float) -> None:
+    """Of several tasks that go on in one turn of the loop the first counts."""
+    if _loop.ran_at == before:
         _loop.ran_at = time.monotonic()
 
 
@@ -242,10 +250,11 @@ async def _wait(event: asyncio.Event, deadline: float | None) -> bool:
         # Not `asyncio.wait_for`, which up to Python 3.11 returns in spite of `cancel`
         # where the event was set just before.
         timer = asyncio.get_running_loop().call_later(left, event.set)
+    before = _loop.ran_at
     try:
         await event.wait()
     finally:
         if timer is not None:
             timer.cancel()
-    _loop.ran_at = time.monotonic()
+    _note_turn(before)
     return True

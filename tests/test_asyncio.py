@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import mq
+from mq import queue as queue_module
 from mq.mesh import waiting
 from mq.mesh.lead import _KEEPER
 
@@ -120,6 +123,39 @@ def test_messages_that_never_end_leave_the_loop_to_others(
                 await asyncio.wait_for(run_on(), 0.05)
 
         asyncio.run(body())
+
+
+def test_many_tasks_that_need_not_wait_share_one_turn_of_the_loop(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each taking as long as one would keep the loop from others for ever longer."""
+    _, b = pair
+    tasks, calls = 20, [0]
+
+    def recv(timeout: float | None = None) -> None:
+        calls[0] += 1
+
+    monkeypatch.setattr(b, "recv", recv)
+    clock = itertools.count(1.0, queue_module.LOOP_SECONDS / 4)
+    fake = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr(queue_module, "time", fake)
+
+    async def run_on() -> None:
+        while True:
+            await b.arecv()
+
+    async def body() -> None:
+        running = [asyncio.create_task(run_on()) for _ in range(tasks)]
+        await asyncio.sleep(0)
+        for _ in range(10):
+            before = calls[0]
+            await asyncio.sleep(0)
+            assert calls[0] - before < 2 * tasks
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    asyncio.run(body())
 
 
 def test_the_end_of_a_block_needs_no_thread_of_asyncios() -> None:
