@@ -12,7 +12,6 @@ import contextlib
 import functools
 import mmap
 import os
-import threading
 import time
 import weakref
 from collections import deque
@@ -138,11 +137,12 @@ class Pool:
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._hits = self._misses = self._back = self._small = 0
+        self._closed = False
         self._reset()
         _pools.add(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = speed.Lock()  # no handler of a signal, which may close, runs in it
         self._clear()
 
     def _clear(self) -> None:
@@ -170,9 +170,11 @@ class Pool:
             region = self._pop(size)
             self._in_use += 1
             self._in_use_bytes += size
+            # In a closed one nobody looks for what has ended.
+            leases = _Leases() if self._closed else self._leases
         if region is None:
             region = self._map(size)
-        return self._leases.lease(region, nbytes)
+        return leases.lease(region, nbytes)
 
     def trim(self, older_than_seconds: float = 0.0) -> None:
         """Give idle memory back to the system, where it is idle for so long."""
@@ -192,9 +194,14 @@ class Pool:
     def close(self) -> None:
         """Keep nothing from now on: what is in use goes with its last view."""
         global _engines
-        with self._lock:
-            self._limit = 0
-            self._clear()
+        # With nothing compiled the thread that has the lock may be in the middle of the
+        # handler that waits for this; then it is all kept as long as the pool itself.
+        if self._lock.acquire(timeout=1.0):
+            try:
+                self._closed = True
+                self._clear()
+            finally:
+                self._lock.release()
         _pools.discard(self)
         if _pools:
             _engines.ended()

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mq import signals, speed
 from mq.buffers import ALIGNMENT, REGION_BYTES, Pool, class_bytes, keep
 
 MIB = 1 << 20
@@ -148,6 +149,37 @@ def test_a_closed_pool_keeps_nothing() -> None:
     engines.clear()
     assert gone[3:] == ["later"]
     assert pool.stats().idle == pool.stats().in_use == 0
+
+
+def test_a_closed_pool_still_serves_and_does_not_look_after_it() -> None:
+    """A `recv` may be decoding just then."""
+    pool = Pool(8 * MIB)
+    pool.close()
+    view = pool.take(MIB)
+    view[:] = bytes(MIB)
+    assert not pool._leases._all
+
+
+@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
+def test_a_handler_that_closes_a_pool_waits_until_nobody_is_at_it() -> None:
+    """The thread that closes it would wait for the one whose handler waits for that."""
+    pool, late = Pool(8 * MIB), []
+
+    def close(*_: object) -> None:
+        closer = threading.Thread(target=pool.close)
+        closer.start()
+        closer.join(0.5)
+        late.append(closer.is_alive())
+
+    before = signal.signal(signal.SIGUSR1, close)
+    signals.hold()
+    try:
+        with pool._lock:
+            signal.raise_signal(signal.SIGUSR1)
+            assert not late
+        assert late == [False]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_small_buffers_are_counted_and_not_pooled() -> None:
