@@ -164,7 +164,7 @@ def _recipe(kind: type) -> SafeType:
         return _dataclass(name, kind)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return _named_tuple(name, kind)
-    if issubclass(kind, enum.Flag):
+    if issubclass(kind, enum.Flag) and all(type(flag.value) is int for flag in kind):
         return _flags(name, kind)
     if issubclass(kind, enum.Enum):
         return _enumeration(name, kind)
