@@ -9,16 +9,16 @@ the wire's.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import ClassVar
 
 from mq import registry
+from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.transport import LINGER_SECONDS, Capabilities, Conn, Event, Link
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 class AutoLink(Link):

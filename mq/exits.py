@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Final
 
 from mq import safe_types
+from mq.log import Log
 
 if TYPE_CHECKING:
     from mq.membership import Membership
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 EXIT_LINGER: Final = 5.0
 """Seconds that exit waits for messages to be delivered."""

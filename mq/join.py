@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from mq import process, registry, rendezvous
 from mq.arrival import Arrival, dial_explicit, lease_seconds, within_reach
 from mq.errors import TransportUnavailable
+from mq.log import Log
 from mq.mesh.config import Config
 from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from mq.transport import Link
     from mq.undisturbed import Stopper
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 SPARE_DESCRIPTORS: Final = 32
 """File descriptors that must be free to connect."""

@@ -12,7 +12,6 @@ read off one dictionary and never counted beside it, for the same reason.
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 import resource
@@ -26,10 +25,11 @@ import numpy as np
 
 from mq import speed
 from mq.buffers import class_bytes
+from mq.log import Log
 from mq.segments import COUNTER_BYTES, Segment, counted_bytes
 from mq.settings import memory_bytes
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 BLOCK_BYTES: Final = 32 * 1024
 """Smaller blocks are not made: such messages are quicker through the socket."""

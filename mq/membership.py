@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mq import exits, settings, stats
 from mq.errors import Closed, MembersTimeout
+from mq.log import Log
 from mq.members import Member
 from mq.mesh import wire
 from mq.message import check_topic
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mq.codec import Codec
     from mq.join import Joined
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 HURRIED_SECONDS: Final = 0.1
 """For so long engines send what they have, the farewell, after a Ctrl-C in `close`."""

@@ -8,16 +8,16 @@ can be interrupted as it waits.
 from __future__ import annotations
 
 import contextvars
-import logging
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
+from mq.log import Log
 from mq.signals import attentive
 from mq.speed import Lock
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 GRACE_SECONDS: Final = 0.25
 """How long an interrupted caller waits until nothing is left."""

@@ -118,6 +118,23 @@ def test_a_keeper_leads_in_place_of_who_does_not_wake_up(lead: Lead) -> None:
     assert lead.mesh.changed == 1
 
 
+def test_a_keeper_leads_while_who_gives_way_does_not_come_back(
+    lead: Lead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handlers run then, too; afterwards nobody takes it for asleep."""
+    since: list[float] = []
+    monkeypatch.setattr(
+        lead, "_let_others_in", lambda: since.append(lead._asleep_until)
+    )
+    for leader in (threading.get_ident(), None):
+        lead._leader, lead._wanted = leader, True
+        with lead.lock:
+            lead._give_way()
+        assert lead._asleep_until == 0.0
+    assert since[0] == pytest.approx(time.monotonic(), abs=10.0)
+    assert since[1] == 0.0
+
+
 def test_in_the_middle_of_something_long_others_get_the_lock(lead: Lead) -> None:
     """However soon it is wanted back."""
     got = threading.Event()

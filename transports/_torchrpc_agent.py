@@ -19,7 +19,6 @@ import ctypes
 import datetime
 import importlib
 import itertools
-import logging
 import os
 import pickle
 import secrets
@@ -31,13 +30,14 @@ from typing import Any, Final
 import torch
 
 from mq import addresses
+from mq.log import Log
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
 from transports._torchrpc_aliases import Aliases, Pairs
 from transports._torchrpc_calls import Peer, echo, failure, lifelines, rpc, total
 from transports._torchrpc_descriptors import Descriptors, check_start, pipe_size
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 UNAVAILABLE = ""
 """Why torch has no RPC here, or not the private interface that is needed."""

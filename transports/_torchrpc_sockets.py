@@ -6,12 +6,12 @@ nothing of theirs reaches TensorPipe.
 
 from __future__ import annotations
 
-import logging
 import select
 import socket
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from mq.log import Log
 from transports import _torchrpc_control as control
 from transports._torchrpc_control import BadNote, Control, Misfit
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transports._torchrpc_conns import RpcConn
     from transports.torchrpc import TorchRpcLink
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 DEAF_SECONDS: Final = 0.5
 """How long a listener rests that could not accept for want of descriptors."""

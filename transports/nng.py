@@ -14,7 +14,6 @@ message of either end, and bye, the last of the end that closes.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import secrets
 import select
@@ -28,6 +27,7 @@ from typing import Any, ClassVar
 from pynng import lib
 
 from mq import addresses, options
+from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.stream.sockets import bound_tcp, bound_unix, tcp_targets
 from mq.stream.watching import EVENTS, Watching
@@ -43,7 +43,7 @@ from mq.transport import (
 from transports._nng_conns import NngConn
 from transports._nng_pair import PREFIX_BYTES, Channel, Pair, engine
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 _GREETING_SECONDS = 5.0
 _STRANGERS = 128

@@ -6,7 +6,6 @@ Connections are NNG's TLS streams, not sockets of its patterns: see `_nng_tls`.
 from __future__ import annotations
 
 import errno
-import logging
 import select
 from collections.abc import Sequence
 from typing import ClassVar
@@ -16,6 +15,7 @@ from pynng import ffi, lib
 from mq import addresses
 from mq.credentials import check_dates, pem_files
 from mq.errors import TransportUnavailable
+from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.transport import Capabilities, Conn, What
 from transports._nng_conns import NngConn
@@ -24,7 +24,7 @@ from transports._nng_streams import Dialler, Listener, TlsOptions
 from transports._nng_tls import TlsChannel
 from transports.nng import NngLink
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 _SCHEME = "tls+tcp"
 

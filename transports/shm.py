@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import logging
 import os
 import secrets
 import socket
@@ -22,6 +21,7 @@ from typing import Any, ClassVar, Final
 
 from mq.borrowing import Mapping, Unmapped
 from mq.lending import MOST_SEGMENTS, Lender
+from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.segments import Segment, seal
 from mq.stream.conn import StreamConn
@@ -30,7 +30,7 @@ from mq.stream.link import StreamLink
 from mq.stream.sockets import bound_unix
 from mq.transport import LINGER_SECONDS, Capabilities, Event, What
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 _SCHEME: Final = "shm://"
 _BUFFER_BYTES: Final = 4 << 20

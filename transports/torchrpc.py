@@ -11,7 +11,6 @@ connects to its port: it is for hosts on which everyone is trusted.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -22,6 +21,7 @@ import torch
 
 from mq import addresses, options
 from mq.errors import TransportUnavailable
+from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.transport import (
     LINGER_SECONDS,
@@ -41,7 +41,7 @@ from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import BadNote, Control, Greeting, Misfit
 from transports._torchrpc_sockets import Sockets
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 LOOK_SECONDS: Final = 0.05
 CONTROL_SECONDS: Final = 0.001

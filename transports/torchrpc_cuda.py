@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.options import whole
 from mq.transport import Capabilities
@@ -20,7 +20,7 @@ from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import Greeting, Misfit
 from transports.torchrpc import TorchRpcLink
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 CHANNELS: Final = ("cma", "basic", "cuda_ipc", "cuda_basic")
 """By default, as far as torch has them: `cuda_ipc` between processes of one host."""

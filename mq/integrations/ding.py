@@ -24,7 +24,6 @@ are behind.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -37,8 +36,9 @@ from mpire.pool import WorkerPool
 
 import mq
 from mq import registry
+from mq.log import Log
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 _PREFIX = "mq:"
 _TOGETHER = 60.0  # seconds in which all workers of a run must have started

@@ -22,7 +22,6 @@ has no room for is dropped, and it is told so as soon as it has room again.
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections import deque
@@ -32,8 +31,9 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.modules.inference_server import InferenceTransport
 
 import mq
+from mq.log import Log
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 REQUESTS = "torchrl.requests"
 _LOOK = 0.5  # seconds between two looks whether the server is still there

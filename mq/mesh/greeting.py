@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING, Final
 
+from mq.log import Log
 from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.admission import claim, objection
@@ -19,7 +19,7 @@ from mq.transport import Event, What
 if TYPE_CHECKING:
     from mq.transport import Conn
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 GREET_SECONDS: Final = 5.0
 """How long an accepted connection may take to greet."""

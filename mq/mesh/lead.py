@@ -13,7 +13,6 @@ calls come and go it only naps, looks at the clock without any lock, and naps ag
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -22,12 +21,13 @@ from typing import Final, NoReturn
 
 from mq import signals
 from mq.errors import Closed, ForkedProcess
+from mq.log import Log
 from mq.mesh.atomic import give_up, take_back
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 from mq.speed import Lock, signal_waits
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 IDLE_SECONDS: Final = 0.02
 """How long the lead stays free for the next call before the keeper takes it."""
@@ -230,15 +230,20 @@ class Lead:
         And signals their handlers, which may raise.
         """
         if self._wanted or signal_waits():
+            me = threading.get_ident()
             given: deque[object] = deque()
             try:
                 try:
+                    if self._leader == me:
+                        self._asleep_until = time.monotonic()  # a handler may take long
                     give_up(self.lock, given)
                     self._let_others_in()
                 finally:
                     take_back(self.lock, given)
             finally:
                 take_back(self.lock, given)  # a Ctrl-C came before the first did so
+                if self._leader == me:
+                    self._asleep_until = 0.0
 
     def _let_others_in(self) -> None:
         """The lock is free, but not fair: who takes it back at once is always first."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from mq.borrowing import Returns
+from mq.log import Log
 from mq.mesh import wire
 from mq.mesh.config import Config
 from mq.mesh.dial import Dial
@@ -33,7 +34,7 @@ from mq.transport import LINGER_SECONDS, Event, What
 if TYPE_CHECKING:
     from mq.transport import Conn, Link
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 _LAST_WORDS: Final = wire.UNHURRIED | {wire.RECLAIM, wire.RETURNED, wire.BYE}
 """What a peer that is gone need not have had."""

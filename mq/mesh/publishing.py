@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from mq.buffers import cache_bytes, copy
+from mq.log import Log
 from mq.mesh.large import INLINE_BYTES, Large
 from mq.mesh.mesh import Mesh
 from mq.mesh.outgoing import Outgoing, Topic
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mq.frames import Frames
     from mq.lending import Block
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 COPY_BYTES_PER_SECOND: Final = 2e9
 """Assumed speed of copying a large message aside; see `_stream`."""

@@ -7,9 +7,9 @@ good as once.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Final
 
+from mq.log import Log
 from mq.mesh import wire
 from mq.mesh.session import (
     ANSWER_FRAMES,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
     from mq.transport import Conn
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 FRAMES_PER_TURN: Final = 64
 """Frames read from one connection before the others have their turn."""

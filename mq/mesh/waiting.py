@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from mq.errors import PublishTimeout
+from mq.log import Log
 from mq.mesh import wire
 from mq.mesh.lead import Lead
 from mq.mesh.mesh import Mesh
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mq.mesh.outgoing import Topic
     from mq.mesh.session import Session
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 COMPLAIN_SECONDS: Final = 5.0
 """After which a waiting `publish` logs whom it waits for; then each minute."""

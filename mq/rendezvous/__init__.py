@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import logging
 import os
 import select
 import threading
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
 from mq.errors import MQError
+from mq.log import Log
 from mq.rendezvous.record import Claim, Entry, Record
 from mq.rendezvous.store import Store
 
@@ -19,7 +19,7 @@ __all__ = ["Claim", "Entry", "Record", "Rendezvous", "open_rendezvous"]
 
 MAX_GROUP_CHARACTERS = 100
 
-_log = logging.getLogger(__name__)
+_log = Log(__name__)
 
 
 class Rendezvous:

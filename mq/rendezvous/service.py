@@ -7,7 +7,6 @@ knows the secret; it gets two seconds for that, and cannot hold up anybody else.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import selectors
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from mq.log import Log
 from mq.rendezvous import wire
 from mq.rendezvous.memory import MemoryStore
 from mq.rendezvous.record import Claim, Record
@@ -28,7 +28,7 @@ MAX_STRANGERS: Final = 128
 MAX_GROUPS: Final = 256
 
 _TICK: Final = 0.25
-_log = logging.getLogger(__name__)
+_log = Log(__name__)
 
 
 class _Connection:

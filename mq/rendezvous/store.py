@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from mq.errors import ConnectTimeout, PeerLost
+from mq.log import Log
 from mq.rendezvous.record import (
     Cell,
     Claim,
@@ -20,7 +20,7 @@ from mq.rendezvous.record import (
     after_renewal,
 )
 
-_log = logging.getLogger(__name__)
+_log = Log(__name__)
 
 T = TypeVar("T")
 Token = TypeVar("Token")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import select
 import socket
 import time
@@ -10,12 +9,13 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
+from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.stream.conn import StreamConn
 from mq.stream.watching import EVENTS, Watching
 from mq.transport import LINGER_SECONDS, Conn, Event, Link, What
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 _BACKLOG: Final = 1024
 _ACCEPTS: Final = 32  # at a time, before the others have their turn
