@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
     _Adapter = logging.LoggerAdapter
+
+_OWN_FRAMES: Final = 1 if sys.version_info >= (3, 11) else 2
+"""Levels of the stack below the caller: `log`; before 3.11 also what calls that."""
 
 
 class Log(_Adapter):
@@ -26,8 +30,7 @@ class Log(_Adapter):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Have the handlers told, if any wants to be."""
-        # A level of the stack more than where it is called.
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + _OWN_FRAMES
         try:
             super().log(level, msg, *args, **kwargs)
         except Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,8 @@ Pair = tuple[mq.MQ, mq.MQ]
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     """Two members; the second has room for one message on t, which is there."""
-    with mq.connect("inproc", group="asyncio", name="a") as a:
-        with mq.connect("inproc", group="asyncio", name="b") as b:
+    with mq.connect("inproc", group=f"asyncio-{os.getpid()}", name="a") as a:
+        with mq.connect("inproc", group=f"asyncio-{os.getpid()}", name="b") as b:
             b.subscribe("t", depth=1)
             a.publish("t", "first")
             yield a, b
@@ -136,7 +137,7 @@ def test_many_tasks_that_need_not_wait_share_one_turn_of_the_loop(
         calls[0] += 1
 
     monkeypatch.setattr(b, "recv", recv)
-    clock = itertools.count(1.0, queue_module.LOOP_SECONDS / 4)
+    clock = itertools.count(time.monotonic(), queue_module.LOOP_SECONDS / 4)
     fake = SimpleNamespace(monotonic=lambda: next(clock))
     monkeypatch.setattr(queue_module, "time", fake)
 

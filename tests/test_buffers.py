@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mq import signals, speed
+from mq import buffers, signals, speed
 from mq.buffers import ALIGNMENT, REGION_BYTES, Pool, class_bytes, keep
 
 MIB = 1 << 20
@@ -121,8 +121,9 @@ def test_trim_frees_what_is_idle_for_long_enough() -> None:
     assert (pool.stats().idle, pool.stats().idle_bytes) == (0, 0)
 
 
-def test_a_closed_pool_keeps_nothing() -> None:
+def test_a_closed_pool_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is idle goes at once, what is in use with its last view; so do engines'."""
+    monkeypatch.setattr(buffers, "_pools", weakref.WeakSet())
     gone: list[str] = []
 
     def watched(what: str, region: Any) -> memoryview:
