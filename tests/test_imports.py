@@ -49,6 +49,7 @@ def test_a_transport_imports_only_the_link_contract(path: Path) -> None:
     allowed = (
         "mq.transport",
         "mq.errors",
+        "mq.log",
         "mq.mesh.poller",
         "mq.addresses",
         "mq.credentials",
