@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import logging
 import os
 import resource
 import time
@@ -176,9 +175,8 @@ def join(
         link.close()
         poller.close()
         raise
-    if logger.isEnabledFor(logging.INFO):
-        more = "".join(f", {k} {v}" for k, v in link.describe().items())
-        logger.info("%s listens on %s%s", where, ", ".join(addresses), more)
+    more = "".join(f", {k} {v}" for k, v in link.describe().items())
+    logger.info("%s listens on %s%s", where, ", ".join(addresses), more)
     return joined
 
 

@@ -24,3 +24,22 @@ def output_of(program: str, *, timeout: float = 120.0) -> str:
         cwd=ROOT,
     )
     return done.stdout
+
+
+def printed_by(example: str, folder: Path) -> list[str]:
+    """The lines that an example prints, copied into a file of its own and started.
+
+    It must exit with 0 and say nothing on stderr.
+    """
+    script = folder / "example.py"
+    script.write_text(example)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout.splitlines()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fresh_python import printed_by
 from nng_links import nng_runs
 
 import mq
@@ -29,25 +28,9 @@ def words() -> set[str]:
     return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", text))))
 
 
-def run(code: str, folder: Path) -> list[str]:
-    """What an example prints, copied into a file of its own and started."""
-    script = folder / "example.py"
-    script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    return done.stdout.splitlines()
-
-
 def test_the_example_of_retained_messages_prints_what_it_says(tmp_path: Path) -> None:
     """In the sentence below it."""
-    printed = run(EXAMPLES[0], tmp_path)
+    printed = printed_by(EXAMPLES[0], tmp_path)
     says = re.search(r"^It prints (.*)\.$", PAGE, re.MULTILINE)
     assert says is not None
     assert printed == re.findall(r"`([^`]+)`", says[1])
@@ -56,7 +39,7 @@ def test_the_example_of_retained_messages_prints_what_it_says(tmp_path: Path) ->
 
 def test_the_example_of_asyncio_runs_as_printed(tmp_path: Path) -> None:
     """Nothing is lost between the first message and the loop."""
-    assert run(EXAMPLES[1], tmp_path) == [
+    assert printed_by(EXAMPLES[1], tmp_path) == [
         "tensor([0, 0])",
         *(f"{step} tensor([{step}, {step}])" for step in range(1, 4)),
     ]

@@ -10,7 +10,6 @@ which repeats whatever was not finished.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -243,9 +242,8 @@ class Mesh:
         self.liveness.watch(session)
         session.pump(now)
         self.changed += 1
-        if logger.isEnabledFor(logging.INFO):
-            more = "".join(f", {k} {v}" for k, v in conn.describe().items())
-            logger.info("session with %s over %s%s", session.name, conn.address, more)
+        more = "".join(f", {k} {v}" for k, v in conn.describe().items())
+        logger.info("session with %s over %s%s", session.name, conn.address, more)
         return session
 
     def resume(self, session: Session, conn: Conn, received: int) -> None:
