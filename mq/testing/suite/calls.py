@@ -186,6 +186,39 @@ def cancelled_arecv_loses_nothing(group: Group) -> None:
     assert reading.result() == list(range(60))
 
 
+def _read_beside_another_task(queue: mq.MQ) -> list[int]:
+    """What was read, by its sequence, when the other task had its first turn."""
+
+    async def body() -> list[int]:
+        got: list[int] = []
+
+        async def read() -> None:
+            while True:
+                got.append((await queue.arecv()).sequence)
+
+        reading = asyncio.ensure_future(read())
+        while not got:
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        return got
+
+    return asyncio.run(body())
+
+
+@case("edge: Threads and asyncio")
+def arecv_leaves_the_loop_to_others_though_messages_wait(group: Group) -> None:
+    """Else nothing could end a task that reads an endless stream; none is lost."""
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    a.run(programs.publish_range, "t", 0, 4000)
+    a.call("flush", timeout=STEP)
+    got = b.run(_read_beside_another_task)
+    assert len(got) < 4000
+    got += [m.sequence for m in b.run(programs.receive, 4000 - len(got))]
+    assert got == list(range(4000))
+
+
 def _cancel_publish(queue: mq.MQ) -> None:
     async def body() -> None:
         try:
