@@ -168,12 +168,14 @@ class Pool:
         with self._lock:
             self._collect()
             region = self._pop(size)
-            self._in_use += 1
-            self._in_use_bytes += size
-            # In a closed one nobody looks for what has ended.
-            leases = _Leases() if self._closed else self._leases
+            if self._closed:
+                leases = _Leases()  # nobody looks for what has ended
+            else:
+                leases = self._leases
+                self._in_use += 1
+                self._in_use_bytes += size
         if region is None:
-            region = self._map(size)
+            region = self._map(size, leases)
         return leases.lease(region, nbytes)
 
     def trim(self, older_than_seconds: float = 0.0) -> None:
@@ -202,8 +204,7 @@ class Pool:
                 self._clear()
             finally:
                 self._lock.release()
-        _pools.discard(self)
-        if _pools:
+        if not all(pool._closed for pool in list(_pools)):
             _engines.ended()
         else:
             # Nobody would ever look again. That it may swallow an interrupt, should one
@@ -225,13 +226,14 @@ class Pool:
                 small=self._small,
             )
 
-    def _map(self, size: int) -> mmap.mmap:
+    def _map(self, size: int, leases: _Leases) -> mmap.mmap:
         try:
             return _map_region(size)
         except OSError as error:
             with self._lock:
-                self._in_use -= 1
-                self._in_use_bytes -= size
+                if leases is self._leases:  # not closed, then or since
+                    self._in_use -= 1
+                    self._in_use_bytes -= size
             raise MemoryError(
                 f"no memory for a message buffer of {size} bytes: {error}; lower "
                 "max_message_bytes or window_bytes"

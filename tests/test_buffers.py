@@ -159,6 +159,9 @@ def test_a_closed_pool_still_serves_and_does_not_look_after_it() -> None:
     view = pool.take(MIB)
     view[:] = bytes(MIB)
     assert not pool._leases._all
+    with pytest.raises(MemoryError):
+        pool.take(1 << 60)
+    assert pool.stats().in_use == pool.stats().in_use_bytes == 0
 
 
 @pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
@@ -222,12 +225,15 @@ def test_threads_never_share_a_buffer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_has_an_empty_pool_that_works() -> None:
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
+def test_a_forked_child_has_an_empty_pool_that_works(closed: bool) -> None:
     """Fork with the lock held elsewhere: the child takes, and keeps what it had."""
     pool = Pool(8 * MIB)
     held, idle = pool.take(MIB), pool.take(MIB)
     held[:4] = b"held"
     del idle
+    if closed:
+        pool.close()
     with pool._lock:  # as if another thread were in the middle of take
         pid = os.fork()
         if pid == 0:
@@ -236,13 +242,12 @@ def test_a_forked_child_has_an_empty_pool_that_works() -> None:
             try:
                 view = pool.take(MIB)
                 view[:] = b"\x02" * MIB
-                good = bytes(held[:4]) == b"held" and pool.stats().in_use == 1
+                good = bytes(held[:4]) == b"held" and pool.stats().in_use != closed
                 del view, held
                 status = 0 if good and pool.stats().in_use == 0 else 1
             finally:
                 os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert pool.stats().in_use == 1
 
 
 def test_what_cannot_be_mapped_is_a_memory_error_that_leaves_no_trace() -> None:
