@@ -6,6 +6,8 @@ import ssl
 from collections.abc import Mapping
 from typing import Final, NoReturn
 
+from mq.openssl import undivided
+
 _OUT_OF_DATE: Final = (9, 10)  # not yet valid, expired: codes of OpenSSL
 _REMEDIES: Final = {
     10: "; it needs a new one",
@@ -55,9 +57,10 @@ def contexts(
         OSError: A file cannot be read, or is not what it must be; says which.
     """
     _check_texts(transport, paths)
-    server = _context(ssl.PROTOCOL_TLS_SERVER, transport, paths, oldest)
-    server.num_tickets = 0  # sessions are resumed by the mesh, not by TLS
-    return server, _context(ssl.PROTOCOL_TLS_CLIENT, transport, paths, oldest)
+    with undivided():
+        server = _context(ssl.PROTOCOL_TLS_SERVER, transport, paths, oldest)
+        server.num_tickets = 0  # sessions are resumed by the mesh, not by TLS
+        return server, _context(ssl.PROTOCOL_TLS_CLIENT, transport, paths, oldest)
 
 
 def check_dates(transport: str, paths: Mapping[str, str]) -> None:
@@ -68,16 +71,18 @@ def check_dates(transport: str, paths: Mapping[str, str]) -> None:
     server, client = contexts(transport, paths)
     client.check_hostname = False  # OpenSSL looks at names before it looks at dates
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (
-        client.wrap_bio(back, there),
-        server.wrap_bio(there, back, server_side=True),
-    )
-    for end in (*ends, *ends):
-        code, text = _step(end)
-        if code in _OUT_OF_DATE:
-            raise OSError(f"{transport}: certificate {paths['certificate']!r}: {text}")
-        if code:
-            return
+    with undivided():
+        ends = (
+            client.wrap_bio(back, there),
+            server.wrap_bio(there, back, server_side=True),
+        )
+        for end in (*ends, *ends):
+            code, text = _step(end)
+            if code in _OUT_OF_DATE:
+                path = paths["certificate"]
+                raise OSError(f"{transport}: certificate {path!r}: {text}")
+            if code:
+                return
 
 
 def explain(error: ssl.SSLError) -> str:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 from mq import addresses
 from mq.credentials import check_dates, contexts, explain, pem_files
 from mq.mesh.poller import Poller
+from mq.openssl import undivided
 from mq.stream.conn import StreamConn
 from mq.stream.link import StreamLink
 from mq.stream.tcp import TcpStreamLink
@@ -47,15 +48,17 @@ class TlsConn(StreamConn):
         self._dry = False  # the socket has been found empty
         self._key_left = self.key_bytes
         server = news is What.ACCEPTED
-        self._ssl = self._link.context(server).wrap_bio(
-            self._incoming,
-            self._outgoing,
-            server_side=server,
-            server_hostname=None if server else self._link.name_of(address),
-        )
+        with undivided():
+            self._ssl = self._link.context(server).wrap_bio(
+                self._incoming,
+                self._outgoing,
+                server_side=server,
+                server_hostname=None if server else self._link.name_of(address),
+            )
 
     def describe(self) -> Mapping[str, str]:
-        found: Any = self._ssl.getpeercert() or {}
+        with undivided():
+            found: Any = self._ssl.getpeercert() or {}
         subject = [pair for part in found.get("subject", ()) for pair in part]
         names = ",".join(value for key, value in subject if key == "commonName")
         return {"certificate": names, "version": self._ssl.version() or ""}
@@ -74,7 +77,8 @@ class TlsConn(StreamConn):
     def _shake(self) -> bool:
         """A step of the handshake; whether it was the last."""
         try:
-            self._ssl.do_handshake()
+            with undivided():
+                self._ssl.do_handshake()
             return True
         except ssl.SSLWantReadError:
             return False

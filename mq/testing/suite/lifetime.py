@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -217,6 +218,7 @@ def in_forked_child(function: Callable[[], Any]) -> Any:
         pid = os.fork()
     if pid == 0:
         status = 1
+        faulthandler.dump_traceback_later(STEP / 2, file=2)  # where it hangs, if so
         try:
             os.close(reader)
             with os.fdopen(writer, "w") as file:
