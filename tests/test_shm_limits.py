@@ -47,6 +47,11 @@ def _take_said(queue: mq.MQ) -> list[str]:
     return said
 
 
+def _only(said: list[str]) -> str:
+    assert len(said) == 1, said
+    return said[0]
+
+
 def _limit(worker: Any, which: int, limit: int) -> None:
     resource.setrlimit(which, (limit, limit))
 
@@ -135,7 +140,7 @@ def test_a_publisher_without_descriptors_sends_through_the_socket() -> None:
         publishing = a.begin(publish, numbers)
         assert b.run(receive, 20) == numbers
         publishing.result()
-        (said,) = a.run(_take_said)
+        said = _only(a.run(_take_said))
         assert "Too many open files" in said
         assert "shm_bytes" in said
         a.run(_drop_descriptors, 10)
@@ -160,7 +165,7 @@ def test_a_reader_without_descriptors_maps_with_the_one_it_keeps_spare() -> None
         for number in range(1, 5):
             a.run(publish, [number], MIB * number)
             assert b.run(receive, 1) == [number]
-        (said,) = b.run(_take_said)
+        said = _only(b.run(_take_said))
         assert "ulimit -n" in said
         until_unused(a)
         b.run(_close_held)
@@ -192,7 +197,7 @@ def test_a_reader_that_cannot_map_copies() -> None:
         publishing = a.begin(publish, numbers)
         assert b.run(receive, len(numbers)) == numbers
         publishing.result()
-        (said,) = b.run(_take_said)
+        said = _only(b.run(_take_said))
         assert "cannot map" in said
         assert "Cannot allocate memory" in said
         assert "shm_bytes" in said

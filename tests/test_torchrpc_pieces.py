@@ -15,6 +15,7 @@ from carrying_link import CarryingLink
 from hypothesis import given
 from hypothesis import strategies as st
 from link_world import PATIENCE, World
+from suite_parts import each_part
 from torchrpc_links import context
 
 import mq
@@ -246,12 +247,13 @@ def installed(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@each_part
 def test_the_whole_suite_passes_where_tensors_are_carried(
-    installed: dict[str, str],
+    installed: dict[str, str], part: list[str]
 ) -> None:
     """Every clause, with messages of which a part is on a device."""
     done = subprocess.run(
-        [sys.executable, "-m", "mq.testing", "carrying"],
+        [sys.executable, "-m", "mq.testing", "carrying", *part],
         env=installed,
         capture_output=True,
         text=True,
