@@ -24,14 +24,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Codec", "add_safe_types"]
 
-# The opcode of a long string and the first bytes of a length of at least 64 KiB.
-_STR32: Final = re.compile(rb"\xdb(?=\x00[^\x00]|[^\x00])", re.DOTALL)
 _NOTHING: Final[frozenset[str]] = frozenset()
 _encode = packing.encode
 
 
+def large_str(nbytes: int) -> re.Pattern[bytes]:
+    """Finds the opcode of a string of 64 KiB or more in a skeleton of so many bytes.
+
+    Numbers, too, have its byte: looking at each of those would take longer than to
+    encode them, so the first byte of a length that there is no room for ends it.
+    """
+    most = min(nbytes >> 24, 0xFF)
+    longer = b"|[\x01-%b]" % re.escape(bytes([most])) if most else b""
+    return re.compile(rb"\xdb(?=\x00[^\x00]%b)" % longer, re.DOTALL)
+
+
 def _may_hold_large_str(skeleton: bytes) -> bool:
-    for match in _STR32.finditer(skeleton):
+    for match in large_str(len(skeleton)).finditer(skeleton):
         size = int.from_bytes(skeleton[match.end() : match.end() + 4], "big")
         if ext.LARGE <= size <= len(skeleton) - match.end() - 4:
             return True
