@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import resource
+import select
 import signal
 import socket
 import subprocess
@@ -210,6 +213,50 @@ def test_exit_without_close_works_in_whatever_order_engines_were_loaded() -> Non
         f"exit-{os.getpid()}",
     )
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", "", 0)
+
+
+def descriptors() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+@contextlib.contextmanager
+def only_free(count: int) -> Iterator[None]:
+    """So many more descriptors can be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(descriptors()) + 32, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        while count:
+            os.close(held.pop())
+            count -= 1
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in held:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("free", range(1, 9))
+def test_a_connection_without_descriptors_is_closed_and_harms_no_other(
+    free: int,
+) -> None:
+    """Whichever of its descriptors is the first that cannot be had."""
+    with World(tcp) as world:
+        dialled, accepted = world.connect()
+        before = descriptors()
+        _, host, port = world.members[1].addresses[0].replace("//", "").split(":")
+        with socket.socket() as stranger:
+            answered = select.poll()
+            answered.register(stranger, select.POLLIN)
+            with only_free(free):
+                stranger.connect((host, int(port)))
+                world.until(lambda: bool(answered.poll(0)), "an answer or the end")
+        world.send(dialled, b"undisturbed", b"body")
+        world.until(lambda: accepted in world.members[1].received, "the message")
+        world.until(lambda: descriptors() <= before, "all of it to be closed")
 
 
 def test_sockets_of_the_application_live_on_when_the_last_link_closes() -> None:

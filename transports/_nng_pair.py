@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -35,7 +36,8 @@ def explain(code: int) -> str:
 def check(code: int) -> None:
     """Raises: OSError, unless this is success."""
     if code:
-        raise OSError(0, f"NNG: {explain(code)}")
+        number = errno.EMFILE if code == lib.NNG_ENOFILES else 0
+        raise OSError(number, f"NNG: {explain(code)}")
 
 
 class _Engine:
@@ -192,13 +194,16 @@ class Pair(Channel):
         self._out = ffi.new("nng_msg **")
         self._in = ffi.new("nng_msg **")
         self._view: memoryview | None = None
-        self._room: select.poll | None = None
-        self._room_fd = -1
+        self._room = select.poll()
         self._closed = False
         self._heard = False
         self._disposed = False
         # The engine shuts its descriptor down before it closes it, and the copy tells.
-        self._copy = os.dup(fd)
+        try:
+            self._copy = os.dup(fd)
+        except OSError:
+            os.close(fd)
+            raise
         self.watches = ((self._copy, HANG_UP),)
         opened = ffi.new("nng_socket *")
         code = lib.nng_pair0_open(opened)
@@ -221,7 +226,10 @@ class Pair(Channel):
         check(lib.nng_socket_set_size(sock, b"recv-size-max", largest))
         check(lib.nng_socket_set_int(sock, b"send-buffer", depth))
         check(lib.nng_socket_set_int(sock, b"recv-buffer", depth))
+        # Both now, and not when they are needed: there may be no descriptors then.
         self.recv_fd = self._descriptor(b"recv-fd")
+        self._room_fd = self._descriptor(b"send-fd")
+        self._room.register(self._room_fd, select.POLLIN)
         listener = ffi.new("nng_listener *")
         check(lib.nng_listener_create(listener, sock, b"socket://"))
         check(lib.nng_listener_start(listener[0], 0))
@@ -238,8 +246,6 @@ class Pair(Channel):
         nhead = len(head)
         nbytes = PREFIX_BYTES + nhead
         if body is not None:
-            if self._room is None:
-                self.room_fd()
             if not self.has_room():
                 return False  # before a copy that would be for nothing
             nbytes += body.nbytes
@@ -260,14 +266,10 @@ class Pair(Channel):
         return False
 
     def room_fd(self) -> int:
-        if self._room_fd < 0:
-            self._room_fd = self._descriptor(b"send-fd")
-            self._room = select.poll()
-            self._room.register(self._room_fd, select.POLLIN)
         return self._room_fd
 
     def has_room(self) -> bool:
-        return self._room is not None and bool(self._room.poll(0))
+        return bool(self._room.poll(0))
 
     def watched(self) -> bool:
         return True
@@ -306,13 +308,13 @@ class Pair(Channel):
         self.release()
         if self._heard:
             self._dispose()
-        else:
-            # NNG 1.11 never closes the descriptor of a socket that is closed while it
-            # still negotiates (6 of 90 times): so first have it see the connection end.
-            with socket.socket(fileno=os.dup(self._copy)) as stream:
-                with contextlib.suppress(OSError):  # not connected any more
-                    stream.shutdown(socket.SHUT_RDWR)
-        os.close(self._copy)
+            os.close(self._copy)
+            return
+        # NNG 1.11 never closes the descriptor of a socket that is closed while it still
+        # negotiates (6 of 90 times): so first have it see the connection end.
+        with socket.socket(fileno=self._copy) as stream:
+            with contextlib.suppress(OSError):  # not connected any more
+                stream.shutdown(socket.SHUT_RDWR)
 
     def _dispose(self) -> None:
         if not self._disposed:
