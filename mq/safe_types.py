@@ -168,6 +168,11 @@ def _recipe(kind: type) -> SafeType:
         return _flags(name, kind)
     if issubclass(kind, enum.Enum):
         return _enumeration(name, kind)
+    if _holds_tensors(kind):
+        raise TypeError(
+            f"{name} needs encode= and decode= of add_safe_types, as its to_dict "
+            f"leaves out what its from_dict needs; or {remedy(kind)}"
+        )
     to_dict, from_dict = (
         getattr(kind, "to_dict", None),
         getattr(kind, "from_dict", None),
@@ -178,6 +183,11 @@ def _recipe(kind: type) -> SafeType:
         f"{name} is no dataclass, named tuple or enumeration and has no pair to_dict "
         "and from_dict: pass encode= and decode= to add_safe_types"
     )
+
+
+def _holds_tensors(kind: type) -> bool:
+    """Whether it is a relative of TensorDict."""
+    return any(type_name(base) == _TENSORDICT_BASE for base in kind.__mro__)
 
 
 def _dataclass(name: str, kind: type) -> SafeType:
@@ -272,6 +282,8 @@ def remedy(kind: type) -> str:
             hint = "send .filled(...), or its .data and its .mask"
         elif issubclass(kind, np.ndarray):
             hint = "convert it with numpy.asarray"
+    if hint is None and _holds_tensors(kind):
+        hint = "send .to_tensordict(), with TensorDict registered"
     if hint is None and kind.__module__ == "builtins":  # they cannot be registered
         hint = (
             "send data in its place, or pass allow_pickle=True to mq.connect on both "
@@ -283,7 +295,14 @@ def remedy(kind: type) -> str:
     )
 
 
+_TENSORDICT_BASE: Final = "tensordict.base:TensorDictBase"
 _HINTS: Final = {
+    "tensordict._lazy:LazyStackedTensorDict": (
+        "send .contiguous(), or the list .tensordicts, with TensorDict registered"
+    ),
+    "tensordict.memmap:MemoryMappedTensor": (
+        "send .clone(), or .to_tensordict() of the TensorDict that it is in"
+    ),
     "tensordict.tensorclass:NonTensorStack": (
         "register it with mq.add_safe_types(NonTensorStack, "
         "encode=NonTensorStack.tolist, decode=NonTensorStack.from_list) on both sides, "

@@ -1,0 +1,81 @@
+"""Relatives of TensorDict, which do not travel, say what to send in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from payload_checks import CODEC, same, travel
+from tensordict import (
+    LazyStackedTensorDict,
+    MemoryMappedTensor,
+    PersistentTensorDict,
+    TensorDict,
+    TensorDictParams,
+    lazy_stack,
+)
+
+from mq.errors import CodecError
+from mq.safe_types import add_safe_types
+
+add_safe_types(TensorDict)
+
+
+def stack() -> Any:
+    return lazy_stack([TensorDict({"a": torch.arange(3.0)}, [3]) for _ in range(2)], 1)
+
+
+def uneven() -> Any:
+    return lazy_stack([TensorDict({"a": torch.ones(size)}, []) for size in (3, 4)])
+
+
+def mapped() -> Any:
+    return TensorDict({"a": torch.arange(3.0)}, [3]).memmap_()
+
+
+def params() -> Any:
+    return TensorDictParams(TensorDict({"a": torch.nn.Parameter(torch.ones(2))}, []))
+
+
+@pytest.mark.parametrize(
+    "kind", [LazyStackedTensorDict, PersistentTensorDict, TensorDictParams]
+)
+def test_a_relative_of_tensordict_needs_functions(kind: type) -> None:
+    """What its `to_dict` returns has no batch size, or makes no object again."""
+    with pytest.raises(TypeError, match=r"needs encode= and decode= .*; or send"):
+        add_safe_types(kind)
+
+
+@pytest.mark.parametrize(
+    ("sent", "remedy", "replace"),
+    [
+        (stack, r"send \.contiguous\(\)", lambda sent: sent.contiguous()),
+        (uneven, r"the list \.tensordicts", lambda sent: sent.tensordicts),
+        (params, r"\.to_tensordict\(\)", lambda sent: sent.to_tensordict()),
+        (mapped, r"\.to_tensordict\(\)", lambda sent: sent.to_tensordict()),
+        (lambda: mapped()["a"], r"send \.clone\(\)", MemoryMappedTensor.clone),
+    ],
+)
+def test_the_remedy_of_what_is_refused_helps(
+    sent: Callable[[], Any], remedy: str, replace: Callable[[Any], Any]
+) -> None:
+    """Also where it is an entry of a TensorDict; the values arrive."""
+    value = sent()
+    with pytest.raises(CodecError, match=remedy):
+        CODEC.encode(value)
+    with pytest.raises(CodecError, match=remedy):
+        CODEC.encode([{"in": value}])
+    wanted = replace(value)
+    found = travel(wanted)
+    if isinstance(wanted, torch.Tensor):
+        assert same(found, wanted)
+        return
+    pairs = (
+        zip(found, wanted, strict=True) if type(wanted) is list else [(found, wanted)]
+    )
+    for got, want in pairs:
+        assert type(got) is TensorDict
+        assert got.batch_size == want.batch_size
+        assert same(got["a"], want["a"].detach())
