@@ -170,6 +170,37 @@ def test_a_message_interrupted_while_it_is_sent_breaks_its_connection(
             assert received == [(b"next", b"")]
 
 
+@pytest.mark.parametrize("from_dialler", [True, False])
+def test_a_message_that_fails_at_its_body_breaks_only_its_connection(
+    monkeypatch: pytest.MonkeyPatch, from_dialler: bool
+) -> None:
+    """The engine may have no descriptors for what is to free the body later."""
+    with World(tcp, 3) as world:
+        first, _ = world.connect(0, 2)
+        other, accepted_other = world.connect(1, 2)
+        accepted = world.members[2].conns(What.ACCEPTED)[0]
+        conn = first if from_dialler else accepted
+        port = conn.port  # type: ignore[attr-defined]
+        send = port.send_part
+
+        def send_part(part: bytes, flags: int, copy: bool = True) -> None:
+            if not copy:
+                raise zmq.ZMQError(errno.EMFILE)
+            send(part, flags)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(port, "send_part", send_part)
+            assert conn.try_send(b"head", memoryview(b"body"))
+        assert accepted_other.try_send(b"to another", memoryview(b"body"))
+        received = world.members[1].received.setdefault(other, [])
+        world.until(lambda: bool(received), "the other peer's message")
+        assert received == [(b"to another", b"body")]
+        world.lost(0, first)
+        world.lost(2, accepted)
+        assert not world.members[0].received
+        assert not world.members[2].received
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_what_an_interrupt_left_of_an_event_is_passed_over(parts: int) -> None:
     """Where signals do not wait, one may come between its parts."""

@@ -119,6 +119,7 @@ class Port:
         send, last = self.send_part, len(parts) - 1
         self._events = None
         self._sending = True
+        whole = True
         try:
             for index in range(last):
                 send(parts[index], _MORE)
@@ -126,18 +127,19 @@ class Port:
                 send(parts[last], NOW)
             else:
                 send(parts[last], _MORE)
+                whole = False
                 send(body, NOW, False)
         except zmq.Again:  # at the first part only: there is room for all, or none
             self._sending = False
             return False
-        except zmq.ZMQError:
-            self._sending = False
+        except zmq.ZMQError:  # there, too; or the body finds no thread that frees it
+            self._sending = not whole
             raise
         self._sending = False
         return True
 
     def _finish_sending(self) -> None:
-        # A Ctrl-C came between two parts: what follows must not become part of that
+        # Something came between two parts: what follows must not become part of that
         # message. The peer finds it malformed and breaks the connection.
         try:
             self.socket.send(b"", NOW)
