@@ -12,6 +12,7 @@ import pytest
 import zmq
 from link_fixtures import own_temporary_directory
 from link_world import PATIENCE, World
+from zmq.utils import garbage
 
 from mq.addresses import split
 from mq.mesh.poller import Poller
@@ -199,6 +200,17 @@ def test_a_message_that_fails_at_its_body_breaks_only_its_connection(
         world.lost(2, accepted)
         assert not world.members[0].received
         assert not world.members[2].received
+
+
+def test_what_frees_bodies_is_there_from_the_first_link_to_the_last() -> None:
+    """A process may have no descriptors for it when it first sends a large body."""
+    assert not garbage.gc.is_alive()
+    with World(tcp, 1):
+        assert garbage.gc.is_alive()
+        with World(tcp, 1):
+            pass
+        assert garbage.gc.is_alive()
+    assert not garbage.gc.is_alive()
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -55,8 +55,9 @@ _abandoned: list[object] = []
 class _Collector:
     """pyzmq's thread that frees what was sent without a copy.
 
-    It starts with the first such message of a process and never ends, so the last link
-    ends it, unless the application uses it too.
+    It starts with the first such message of a process, when there may be no descriptors
+    for it, so the first link starts it. It never ends, so the last link ends it, unless
+    the application uses it too.
     """
 
     def __init__(self) -> None:
@@ -64,10 +65,15 @@ class _Collector:
         self._ours = False
 
     def use(self, link: ZmqLink) -> None:
-        """A link opens."""
+        """A link opens.
+
+        Raises:
+            zmq.ZMQError: The thread cannot start.
+        """
         if not self._links:
             self._ours = not gc.is_alive()
         self._links.add(id(link))
+        zmq.Frame(b"start", copy=False, copy_threshold=0)
 
     def leave(self, link: ZmqLink) -> None:
         """A link has closed, its context is terminated, so nothing of it is read."""
@@ -137,8 +143,8 @@ class ZmqLink(Link):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._open = True
-        _collector.use(self)
         try:
+            _collector.use(self)
             self._start()
             bound = [self._listen(address, directory) for address in wanted]
         except BaseException:
