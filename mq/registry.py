@@ -123,13 +123,22 @@ def _entry(name: str) -> Entry:
 
 def _load(name: str) -> tuple[type[Link], Entry]:
     entry = _entry(name)
-    if not isinstance(entry.target, str):
-        return entry.target, entry
-    module_name, _, class_name = entry.target.partition(":")
+    loaded = entry.target
+    if isinstance(loaded, str):
+        loaded = _import(name, loaded, entry.library)
+    if not (isinstance(loaded, type) and issubclass(loaded, Link)):
+        raise TransportUnavailable(
+            f"transport {name!r}: {entry.target} is no subclass of mq.transport.Link"
+        )
+    return loaded, entry
+
+
+def _import(name: str, target: str, library: str) -> Any:
+    module_name, _, class_name = target.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        library = entry.library or module_name
+        library = library or module_name
         raise TransportUnavailable(
             f"transport {name!r} needs {library}, which cannot be imported ({error}): "
             f"pip install {library}"
@@ -140,16 +149,11 @@ def _load(name: str) -> tuple[type[Link], Entry]:
             f"{error}"
         ) from error
     try:
-        loaded = getattr(module, class_name)
+        return getattr(module, class_name)
     except AttributeError as error:
         raise TransportUnavailable(
             f"transport {name!r}: {module_name} has no {class_name}"
         ) from error
-    if not (isinstance(loaded, type) and issubclass(loaded, Link)):
-        raise TransportUnavailable(
-            f"transport {name!r}: {entry.target} is no subclass of mq.transport.Link"
-        )
-    return loaded, entry
 
 
 def load(name: str) -> type[Link]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fresh_python import output_of
@@ -85,10 +86,11 @@ def test_a_taken_name_is_replaced_only_on_request() -> None:
         ("transports.inproc:Nothing", "has no Nothing"),
         ("transports.inproc:secrets", "no subclass"),
         ("mq.errors:Closed", "no subclass"),
+        (object, "no subclass"),
     ],
 )
-def test_a_target_that_is_no_link_is_refused(target: str, reason: str) -> None:
-    """An entry point may name anything; only links are loaded."""
+def test_a_target_that_is_no_link_is_refused(target: Any, reason: str) -> None:
+    """An entry point, or a program, may name anything; only links are loaded."""
     registry.register("odd", target)
 
     with pytest.raises(TransportUnavailable, match=reason):
