@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -227,25 +228,89 @@ def test_links_that_do_not_fit_end_a_first_dial_but_no_session(
     assert world["a"].session(world["b"]).stats.connections == 2
 
 
-def test_an_unproven_refusal_ends_no_session() -> None:
-    """Whoever answers at a peer's address without the secret is not believed."""
-    world = World("a", "b")
+@pytest.mark.parametrize("kinds", ["hello hello", "greeting", "hello challenge"])
+def test_a_dialler_out_of_step_is_cut_off(kinds: str) -> None:
+    """A member answers each frame of the handshake once, and in its place only."""
+    world = World("a")
+    other = world.add("b")
+    world.stall("b")
+    conn = other.link.dial(world["a"].link.address)
+    shake = Handshake(b"secret", dialler=True)
+    frames = {
+        "hello": shake.hello(),
+        "greeting": shake.seal(wire.GREETING, other.mesh.config.greeting()),
+        "challenge": Handshake(b"secret", dialler=False).challenge(shake.hello()),
+    }
+    for kind in kinds.split():
+        assert conn.try_send(frames[kind])
+    world.settle()
+    assert conn.broken
+    assert world["a"].mesh.stats.malformed == 1
+
+
+@pytest.mark.parametrize("kinds", ["challenge challenge", "welcome", "challenge hello"])
+def test_a_listener_out_of_step_is_cut_off(kinds: str) -> None:
+    """Likewise who is dialled: a second nonce of its is not answered."""
+    world = World("a")
+    other = world.add("b")
+    world.stall("b")
+    world["a"].dial(other)
+    world.pump()
+    (conn,) = other.link.conns
+    hello, _ = conn.arrived[0]
+    shake = Handshake(b"secret", dialler=False)
+    frames = {
+        "hello": hello,
+        "challenge": shake.challenge(hello),
+        "welcome": shake.seal(wire.WELCOME, other.mesh.config.greeting()),
+    }
+    for kind in kinds.split():
+        assert conn.try_send(frames[kind])
+    world.pump()
+    assert conn.broken
+    assert world["a"].mesh.stats.malformed == 1
+
+
+def _liar(code: str) -> Callable[[ScriptedConn, Parcel], Parcel]:
+    """Refusals of somebody who does not know the secret, in place of CHALLENGE."""
 
     def lie(conn: ScriptedConn, parcel: Parcel) -> Parcel:
         head, body = parcel
         if head[0] != wire.CHALLENGE:
             return parcel
         liar = Handshake(b"x", dialler=False)
-        return liar.seal(wire.REFUSED, Refusal(hs.RESET, "go away")), body
+        return liar.seal(wire.REFUSED, Refusal(code, "go away")), body
 
-    world.net.tamper = lie
+    return lie
+
+
+@pytest.mark.parametrize("code", [hs.RESET, hs.SELF, hs.REPLACED, hs.NAME_TAKEN])
+def test_an_unproven_refusal_ends_no_session_and_no_member(code: str) -> None:
+    """Whoever answers at a peer's address without the secret is not believed."""
+    world = World("a", "b")
+    world.net.tamper = _liar(code)
     world.cut("a", "b")
     world.advance(2.0)
     assert len(world["a"].mesh.sessions) == len(world["b"].mesh.sessions) == 1
+    assert not world["a"].mesh.replaced
+    assert not world["b"].mesh.replaced
     world.net.tamper = lambda conn, parcel: parcel
     world.advance(2.0)
     assert world["a"].peers() == ["b"]
     assert world["a"].session(world["b"]).stats.connections == 2
+
+
+@pytest.mark.parametrize("code", [hs.GROUP, hs.NAME_TAKEN, hs.RESET])
+def test_an_unproven_refusal_does_not_end_a_first_dial(code: str) -> None:
+    """Nor does it keep a member from joining, once the right one answers."""
+    world = World("a")
+    world.net.tamper = _liar(code)
+    dial = world.add("c").dial(world["a"])
+    world.advance(2.0)
+    assert not dial.done
+    world.net.tamper = lambda conn, parcel: parcel
+    world.advance(2.0)
+    assert world["c"].peers() == ["a"]
 
 
 @SETTINGS
