@@ -1,0 +1,168 @@
+"""A session frame by frame: in order, each once, and only where there is credit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from scripted import Parcel, ScriptedConn, numbered
+from world import World
+
+from mq.mesh import wire
+from mq.mesh.subscriber import SUBSCRIPTIONS_PER_FRAME
+
+LARGE = bytes(range(251)) * 8
+
+
+@pytest.fixture(autouse=True)
+def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
+
+
+def subscribed(**options: int) -> World:
+    """A world in which `b` is subscribed to t, and has had a message of `a`."""
+    world = World("a", "b")
+    world["b"].subscribe("t", **options)
+    world.settle()
+    assert world["a"].publish("t", b"active")
+    world.settle()
+    assert world["b"].payloads() == [b"active"]
+    world.settle()
+    return world
+
+
+def test_what_goes_alone_does_not_overtake_a_frame_that_waits() -> None:
+    """Frames travel in the order of their numbers, whoever sends the last of them."""
+    world = subscribed()
+    a, b = world["a"], world["b"]
+    a.session(b).control(wire.ACCEPTS, [])
+    seen: list[int] = []
+
+    def see(conn: ScriptedConn, parcel: Parcel) -> None:
+        if conn.link is b.link and numbered(parcel):
+            seen.append(numbered(parcel))
+
+    world.net.watcher = see
+    assert a.publish("t", b"x")
+    world.settle()
+    assert b.payloads() == [b"x"]
+    assert len(seen) > 1
+    assert seen == sorted(seen)
+    assert b.mesh.stats.malformed == 0
+
+
+def _renumbered(by: int) -> Callable[[Parcel], Parcel]:
+    def renumber(parcel: Parcel) -> Parcel:
+        kind, flags, zero, number, received = wire.HEADER.unpack_from(parcel[0])
+        head = wire.HEADER.pack(kind, flags, zero, number + by, received)
+        return head + parcel[0][wire.HEADER_BYTES :], parcel[1]
+
+    return renumber
+
+
+def tamper_once(world: World, change: Callable[[Parcel], Parcel]) -> None:
+    """Change the next message on its way from `a` to `b`."""
+    left = [change]
+
+    def tamper(conn: ScriptedConn, parcel: Parcel) -> Parcel:
+        if left and conn.link is world["a"].link and parcel[0][0] == wire.DATA:
+            return left.pop()(parcel)
+        return parcel
+
+    world.net.tamper = tamper
+
+
+def test_a_gap_in_the_numbers_breaks_the_connection_and_loses_nothing() -> None:
+    """A link that loses a message is not believed: the session is resumed."""
+    world = subscribed()
+    tamper_once(world, _renumbered(1))
+    assert world["a"].publish("t", b"x")
+    world.advance(1.0)
+    assert world["b"].payloads() == [b"x"]
+    assert world["b"].mesh.stats.malformed == 1
+    assert world["b"].session(world["a"]).stats.connections == 2
+
+
+@pytest.mark.parametrize("payload", [b"x", LARGE])
+def test_a_frame_that_comes_twice_counts_once(payload: bytes) -> None:
+    """Also the newest one, and with the body that belongs to it."""
+    world = subscribed()
+    a, b = world["a"], world["b"]
+    (conn,) = world.net.between(a.link, b.link)
+    assert a.publish("t", payload)
+    again = len(conn.flight)
+    conn.flight = type(conn.flight)(p for p in conn.flight for _ in range(2))
+    assert again
+    world.settle()
+    assert b.payloads() == [payload]
+    assert b.session(a).stats.duplicate_frames == again
+    assert b.mesh.stats.malformed == 0
+
+
+def test_a_request_to_subscribe_is_carried_out_once() -> None:
+    """Its frame comes again where an interrupt left it half handled."""
+    world = subscribed()
+    a, b = world["a"], world["b"]
+    session = a.session(b)
+    (feed,) = a.mesh.publisher.topic("t").feeds
+    request = wire.Subscribe(feed.subscription, "t", None, 1, 1)
+    number = session.number
+    a.mesh.publisher.subscribe(session, [request])
+    assert list(a.mesh.publisher.topic("t").feeds) == [feed]
+    assert session.feeds == {feed.subscription: feed}
+    assert session.number == number
+
+
+def test_a_peer_is_introduced_by_the_last_of_its_subscriptions() -> None:
+    """However many frames they take: `connect` returns when all are known."""
+    count = 2 * SUBSCRIPTIONS_PER_FRAME + 1
+    world = World("a")
+    for number in range(count):
+        world["a"].subscribe(f"t{number}")
+    b = world.join("b")
+    known: list[int] = []
+    while not known:
+        for conn in world.net.steps()[:1]:
+            world.net.deliver(conn)
+        for member in world.members.values():
+            member.poll()
+        session = b.mesh.sessions.get(world["a"].incarnation)
+        if session is not None and session.introduced:
+            known.append(len(session.feeds))
+    assert known == [count]
+
+
+@pytest.mark.parametrize(
+    "options", [{"depth": 1}, {"depth": 1000, "window_bytes": 100}], ids=str
+)
+def test_a_retained_message_counts_against_the_credit(options: dict[str, int]) -> None:
+    """What follows it waits until there is room again, and nothing is refused."""
+    world = World("a", "b")
+    a, b = world["a"], world["b"]
+    assert a.publish("t", bytes(100), retain=True)
+    b.subscribe("t", **options)
+    world.settle()
+    assert not a.publish("t", b"x")
+    world.settle()
+    assert b.payloads() == [bytes(100)]
+    world.settle()
+    assert a.publish("t", b"x")
+    world.settle()
+    assert b.payloads() == [b"x"]
+    assert b.mesh.stats.malformed == 0
+
+
+def test_a_small_message_to_keep_the_last_of_does_not_leave_while_one_is_out() -> None:
+    """Also where all that was sent before has been answered but that one."""
+    world = World("a", "b")
+    a, b = world["a"], world["b"]
+    b.subscribe("t", keep=1)
+    world.settle()
+    (conn,) = world.net.between(a.link, b.link)
+    (feed,) = a.mesh.publisher.topic("t").feeds
+    assert a.publish("t", b"0")
+    assert feed.on_wire
+    assert feed.head() is None
+    assert [wire.HEADER.unpack_from(head)[1] for head, _ in conn.flight] == [
+        wire.FLAG_ANSWER
+    ]
