@@ -1,0 +1,120 @@
+"""References to a publisher's memory that are too large, or that come twice."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from scripted import Parcel, ScriptedConn
+from world import World
+
+from mq.lending import BLOCK_BYTES
+from mq.mesh import wire
+from mq.mesh.inbox import Item
+from mq.mesh.incoming import Run, Source
+
+LIMIT = 4 * BLOCK_BYTES
+LARGE = bytes(range(250)) * 16
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A publisher `a`, and for others that join memory that both ends read."""
+    monkeypatch.setattr("mq.mesh.publisher.cores", lambda: 8)
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
+    world = World("a", lends=dict.fromkeys("ab", LIMIT))
+    yield world
+    world.close()
+
+
+def test_a_message_above_the_limit_is_not_copied_from_its_publisher(
+    world: World,
+) -> None:
+    """Whoever ignores max_message_bytes has the receiver take no memory for it."""
+    b = world.join("b", max_message_bytes=len(LARGE) - 1)
+    b.subscribe("t")
+    world.settle()
+    session = world["a"].session(b)
+    session.peer = msgspec.structs.replace(session.peer, max_message_bytes=1 << 50)
+    assert world["a"].publish("t", LARGE)
+    world.advance(0.5)
+    assert b.mesh.stats.malformed >= 1
+    assert b.taken == []
+
+
+def _references(world: World) -> list[Parcel]:
+    """LENT frames that will reach `b`."""
+    found: list[Parcel] = []
+
+    def see(conn: ScriptedConn, parcel: Parcel) -> None:
+        if conn.link is world["b"].link and parcel[0][0] == wire.LENT:
+            found.append(parcel)
+
+    world.net.watcher = see
+    return found
+
+
+def test_a_reference_that_comes_again_does_not_release_what_is_viewed(
+    world: World,
+) -> None:
+    """Its memory would be written to under the view."""
+    a, b = world["a"], world.join("b")
+    b.subscribe("t", zero_copy=True)
+    world.settle()
+    b.viewing = True
+    references = _references(world)
+    assert a.publish("t", LARGE)
+    world.settle()
+    assert b.payloads() == [LARGE]
+    b.session(a).received -= 1  # as if an interrupt had come right before this
+    (conn,) = world.net.between(a.link, b.link)
+    conn.flight.append(references[0])
+    world.settle()
+    assert b.payloads() == []
+    assert a.session(b).lent_bytes() == len(LARGE)
+    b.views.clear()
+    world.settle()
+    assert a.session(b).lent_bytes() == 0
+
+
+@pytest.mark.parametrize("dies", ["before", "after"])
+def test_a_view_that_nobody_ever_had_releases_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, dies: str
+) -> None:
+    """An interrupt came before its message was in the inbox; it comes again."""
+    a, b = world["a"], world.join("b")
+    b.subscribe("t", zero_copy=True)
+    world.settle()
+    b.viewing = True
+    arrived = Source.arrived
+    never_had: list[object] = []
+
+    def interrupted(source: Source, fifo: deque[Item], run: Run) -> None:
+        if interrupts:
+            never_had.append(run.areas[0])
+            raise interrupts.pop()
+        arrived(source, fifo, run)
+
+    interrupts = [KeyboardInterrupt()]
+    monkeypatch.setattr(Source, "arrived", interrupted)
+    assert a.publish("t", LARGE)
+    world.net.deliver_all()
+    with pytest.raises(KeyboardInterrupt):
+        b.poll()
+    gc.collect()  # the traceback had it, too
+    if dies == "before":
+        b.link.abrupt = True  # so that what it says of that comes with the message
+        never_had.clear()
+        b.mesh.pump(world.clock())
+    b.mesh.recover()
+    world.advance(1.0)
+    assert b.payloads() == [LARGE]
+    never_had.clear()
+    world.advance(1.0)
+    assert a.session(b).lent_bytes() == len(LARGE)
+    b.views.clear()
+    world.settle()
+    assert a.session(b).lent_bytes() == 0
