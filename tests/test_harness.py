@@ -14,6 +14,7 @@ import pytest
 
 import mq
 from mq.testing import Group, MemberDied, Proxy, StepTimeout, expect, waiting, worker
+from mq.testing.proxy import another
 from mq.transport import Capabilities
 
 
@@ -203,6 +204,18 @@ def _exchange(client: socket.socket, raw: bytes) -> bytes:
         got += piece
     sender.join(5)
     return got
+
+
+def test_proxy_stands_in_for_sockets_that_it_can_be_before(tmp_path: Path) -> None:
+    """Not for names that only look like those of socket files."""
+    file = tmp_path / "s"
+    free = str(tmp_path / "free")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(file))
+        assert another(f"x://{file}", free) == f"x://{free}"
+    assert another("x://[::1]:7", free) == "x://127.0.0.1:0"
+    assert another("x:///no/such/file", free) is None
+    assert another("x://name", free) is None
 
 
 def test_proxy_passes_everything_unchanged(

@@ -37,14 +37,17 @@ def another(address: str, path: str) -> str | None:
     """A free address of the same form to listen on, or None for other forms.
 
     Args:
-        address: As members advertise it.
+        address: As members advertise it; somebody listens there.
         path: A free one, for addresses of socket files.
     """
     try:
-        scheme, _, port = _parse(address)
+        scheme, host, port = _parse(address)
     except ValueError:
         return None
-    return f"{scheme}://127.0.0.1:0" if port else f"{scheme}://{path}"
+    if port:
+        return f"{scheme}://127.0.0.1:0"
+    # A name with slashes, of whatever kind, is not yet that of a socket file.
+    return f"{scheme}://{path}" if os.path.exists(host) else None
 
 
 class _Side:
