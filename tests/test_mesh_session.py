@@ -166,3 +166,25 @@ def test_a_small_message_to_keep_the_last_of_does_not_leave_while_one_is_out() -
     assert [wire.HEADER.unpack_from(head)[1] for head, _ in conn.flight] == [
         wire.FLAG_ANSWER
     ]
+
+
+def test_who_subscribes_anew_is_not_told_what_the_old_subscription_lost() -> None:
+    """Of a publisher that was given up meanwhile and comes back."""
+    world = World("a", "b", peer_timeout=4.0)
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    world.settle()
+    assert a.publish("t", b"0")
+    world.settle()
+    assert b.payloads() == [b"0"]
+    world.partition("a", "b")
+    world.advance(6.0)
+    assert not b.mesh.sessions
+    assert a.publish("t", b"1")
+    b.unsubscribe("t")
+    b.subscribe("t")
+    world.heal()
+    world.advance(5.0)
+    assert a.publish("t", b"2")
+    world.settle()
+    assert b.payloads() == [b"2"]
