@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import socket
 from functools import partial
@@ -220,7 +221,7 @@ def _sockets_to(address: str) -> list[socket.socket]:
     host, _, port = rest.rpartition(":")
     if port.isdecimal() and host:
         return [socket.create_connection((host.strip("[]"), int(port)), STEP)]
-    if not rest.startswith("/"):
+    if not os.path.exists(rest):  # a name of another kind
         return []
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(STEP)
