@@ -214,6 +214,35 @@ def dial_raw(world: World) -> socket.socket:
     return sock
 
 
+def test_who_tells_another_number_than_our_memory_has_is_no_connection() -> None:
+    """It may pass descriptors and yet not read what they are of."""
+    with World(make, 1) as world, socket.socket(socket.AF_UNIX) as sock:
+        member = world.members[0]
+        sock.settimeout(20.0)
+        sock.connect(member.addresses[0].removeprefix("shm://"))
+        proof = memfd(16)
+        seal(proof)
+        socket.send_fds(sock, [b"M"], [proof])
+        os.close(proof)
+        world.until(lambda: bool(select.select([sock], [], [], 0)[0]), "its proof")
+        _, (theirs,), _, _ = socket.recv_fds(sock, 1, 1)
+        os.close(theirs)
+        sock.sendall(bytes(16) + ShmLink.hello)
+
+        world.until(lambda: _has_ended(sock), "the end of the connection")
+
+        assert not member.conns(What.ACCEPTED)
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(4096, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
 def accepted(world: World) -> ShmConn:
     """The member's end of the newest connection."""
     conn = world.members[0].conns(What.ACCEPTED)[-1]
