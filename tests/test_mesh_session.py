@@ -188,3 +188,17 @@ def test_who_subscribes_anew_is_not_told_what_the_old_subscription_lost() -> Non
     assert a.publish("t", b"2")
     world.settle()
     assert b.payloads() == [b"2"]
+
+
+def test_a_large_message_without_credit_takes_no_memory() -> None:
+    """It is cut off at its first chunk, and not when all of it is there."""
+    world = subscribed(depth=2)
+    a, b = world["a"], world["b"]
+    (feed,) = a.mesh.publisher.topic("t").feeds
+    feed.credit_messages = 1000
+    feed.topic.refresh()
+    for _ in range(4):
+        assert a.publish("t", LARGE)
+    world.advance(0.5)
+    assert b.mesh.stats.malformed >= 1
+    assert b.taken == [len(LARGE)] * 2
