@@ -1,0 +1,47 @@
+"""What happens between a WELCOME and the first frame after it."""
+
+from __future__ import annotations
+
+import pytest
+from world import World
+
+
+@pytest.mark.parametrize("dials", ["they", "it"])
+def test_of_two_of_one_name_that_greet_at_once_one_gets_a_session(dials: str) -> None:
+    """Neither was there yet when the other was welcomed."""
+    world = World("a")
+    a = world["a"]
+    for key in ("x1", "x2"):
+        other = world.add(key, name="x")
+        if dials == "they":
+            other.dial(a)
+        else:
+            a.dial(other)
+    world.advance(1.0)
+    assert a.peers() == ["x"]
+    assert len(a.mesh.conns) == 1
+
+
+def test_what_was_granted_ends_with_the_session_that_it_was_to_resume() -> None:
+    """The listener gave the session up before the dialler went on with it."""
+    world = World("a", "b", peer_timeout=4.0)
+    a, b = world["a"], world["b"]
+    for member in (a, b):
+        member.subscribe("t")
+    world.settle()
+    session = a.session(b)
+    assert b.session(a).dialler
+    world.cut("a", "b")
+    greeters = a.mesh.greetings._greeters
+    while not any(greeter.granted for greeter in greeters.values()):
+        b.poll()
+        world.net.deliver_all()
+        a.poll()
+        world.now += 0.001
+    a.mesh.forget(session, "given up")
+    world.advance(2.0)
+    assert [s.conn for s in a.mesh.sessions.values()] == list(a.mesh.conns)
+    for member, other in ((a, b), (b, a)):
+        assert member.publish("t", b"x")
+        world.settle()
+        assert other.payloads() == [b"x"]
