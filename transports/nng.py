@@ -29,7 +29,8 @@ from pynng import lib
 from mq import addresses, options
 from mq.log import Log
 from mq.mesh.poller import Poller
-from mq.stream.sockets import bound_tcp, bound_unix, tcp_targets
+from mq.stream.names import Names
+from mq.stream.sockets import bound_tcp, bound_unix
 from mq.stream.watching import EVENTS, Watching
 from mq.transport import (
     LINGER_SECONDS,
@@ -55,8 +56,7 @@ _BACKLOG = 1024
 class NngLink(Watching[NngConn], Link):
     """NNG's Pair0 over unix and TCP sockets.
 
-    A host name is looked up while it is dialled, which waits for the resolver; other
-    members advertise numbers.
+    Host names are looked up by a thread, and each address of one is tried in turn.
 
     Args:
         wires: Kinds of address it listens on and dials, best first: ``ipc``, ``tcp``.
@@ -80,6 +80,7 @@ class NngLink(Watching[NngConn], Link):
         self.closing: dict[NngConn, float] = {}
         self.strangers: dict[NngConn, float] = {}
         self.freeing: list[Channel] = []
+        self._names = Names()
         self._wires = tuple(wires)
         self._depth = depth
         self._listeners: list[socket.socket] = []
@@ -169,13 +170,24 @@ class NngLink(Watching[NngConn], Link):
         conn = NngConn(self, address, What.OPENED)
         self.conns[conn] = None
         try:
-            family, target = _target(address)
+            family, target = self._target(address)
             sock = socket.socket(family, socket.SOCK_STREAM)
             sock.setblocking(False)
             conn.dial(sock, target)
         except OSError as error:  # no such host, or out of descriptors
             conn.fail(f"cannot dial {address}: {error}")
         return conn
+
+    def _target(self, address: str) -> tuple[int, Any]:
+        """Where to connect to.
+
+        Raises:
+            OSError: The host is unknown, or is still being looked up.
+        """
+        wire, _, rest = address.partition("://")
+        if wire == "ipc":
+            return socket.AF_UNIX, rest
+        return self._names.targets(*addresses.split(address))[0]
 
     def channel(self, sock: socket.socket) -> Channel:
         """Give a connected socket to NNG.
@@ -197,6 +209,8 @@ class NngLink(Watching[NngConn], Link):
 
     def forget(self, conn: NngConn) -> None:
         """A connection is over."""
+        if conn.news is What.OPENED and not conn.address.startswith("ipc"):
+            self._names.failed(addresses.split(conn.address)[0])
         self.conns.pop(conn, None)
         self.busy.pop(conn, None)
         self.closing.pop(conn, None)
@@ -295,15 +309,3 @@ class NngIpcLink(NngLink):
     capabilities: ClassVar[Capabilities] = Capabilities(
         reach="host", survives_fork=False, engine_stays=True
     )
-
-
-def _target(address: str) -> tuple[int, Any]:
-    """Where to connect to.
-
-    Raises:
-        OSError: The host is unknown.
-    """
-    wire, _, rest = address.partition("://")
-    if wire == "ipc":
-        return socket.AF_UNIX, rest
-    return tcp_targets(address)[0]

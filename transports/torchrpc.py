@@ -23,6 +23,7 @@ from mq import addresses, options
 from mq.errors import TransportUnavailable
 from mq.log import Log
 from mq.mesh.poller import Poller
+from mq.stream.names import Names
 from mq.transport import (
     LINGER_SECONDS,
     MAX_HEAD_BYTES,
@@ -103,6 +104,7 @@ class TorchRpcLink(Link):
         self._id = secrets.token_hex(8)
         self._open = self._closing = False
         self._looked_at = 0.0
+        self._hosts = Names()
         self._woken = threading.Event()
         self._sockets: Sockets
         self._alive: dict[RpcConn, None] = {}
@@ -202,7 +204,8 @@ class TorchRpcLink(Link):
         conn = self._new(address, sock)
         try:
             conn.promise = self.agent.descriptors.promise()
-            sock.connect(host, port)
+            _, at = min(self._hosts.targets(host, port))  # IPv4 is less
+            sock.connect(*at[:2])
         except OSError as error:
             sock.close()
             conn.fail(f"cannot dial {address}: {error}")

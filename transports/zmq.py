@@ -27,6 +27,7 @@ from zmq.utils.garbage import gc
 
 from mq import addresses, options
 from mq.mesh.poller import Poller
+from mq.stream.names import Names
 from mq.transport import (
     CHUNK_BYTES,
     LINGER_SECONDS,
@@ -123,6 +124,7 @@ class ZmqLink(Link):
         self.busy: dict[Port, None] = {}
         self.dialled: dict[bytes, Dialled] = {}
         self.descriptors: dict[tuple[bytes, int], int] = {}
+        self._names = Names()
         self._wires = tuple(wires)
         self._io_threads = options.whole("io_threads", io_threads, 1, 64)
         self._ports: dict[int, Port] = {}
@@ -236,8 +238,9 @@ class ZmqLink(Link):
         addresses.check(address, self._wires, "zmq")
         name = secrets.token_bytes(16)
         try:
+            endpoint = self._endpoint(address)
             sock = self._socket(zmq.DEALER, name)
-        except zmq.ZMQError as error:  # out of descriptors
+        except (zmq.ZMQError, OSError) as error:  # no such host, or out of descriptors
             nobody = Accepted(self._router, name, address, -1)
             self._router.accepted[name] = nobody
             nobody.fail(f"cannot dial {address}: {error}", finished=True)
@@ -247,13 +250,24 @@ class ZmqLink(Link):
         sock.setsockopt(zmq.PROBE_ROUTER, 1)
         sock.setsockopt(zmq.RECONNECT_IVL, _DAY_MS)
         sock.setsockopt(zmq.CONNECT_TIMEOUT, _HANDSHAKE_MS)
-        sock.setsockopt(zmq.IPV6, int("[" in address))
+        sock.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._remember(conn.port)
         try:
-            sock.connect(address)
+            sock.connect(endpoint)
         except zmq.ZMQError as error:
             conn.fail(f"cannot dial {address}: {error}", finished=True)
         return conn
+
+    def _endpoint(self, address: str) -> str:
+        """An address without a name, which would hold up the engine's only thread.
+
+        Raises:
+            OSError: The host is unknown, or is still being looked up.
+        """
+        if address.startswith("ipc"):
+            return address
+        _, at = min(self._names.targets(*addresses.split(address)))  # IPv4 is less
+        return f"tcp://[{at[0]}]:{at[1]}" if ":" in at[0] else f"tcp://{at[0]}:{at[1]}"
 
     def watch(self) -> None:
         """Hand on what the monitors of all sockets reported until now."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Sequence
-from typing import Any
 
 from mq import addresses
 
@@ -30,16 +28,6 @@ def bound_tcp(address: str) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def tcp_targets(address: str) -> Sequence[tuple[int, Any]]:
-    """Families and socket addresses of ``scheme://host:port``.
-
-    Raises:
-        OSError: The host is unknown.
-    """
-    host, port = addresses.split(address)
-    return addresses.look_up(host.strip("[]"), port)
 
 
 def bound_unix(path: str) -> socket.socket:

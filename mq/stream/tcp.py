@@ -12,9 +12,11 @@ from typing import Any, ClassVar, Final
 
 from mq import addresses
 from mq.mesh.poller import Poller
+from mq.stream.conn import StreamConn
 from mq.stream.link import StreamLink
-from mq.stream.sockets import bound_tcp, tcp_targets
-from mq.transport import CHUNK_BYTES
+from mq.stream.names import Names
+from mq.stream.sockets import bound_tcp
+from mq.transport import CHUNK_BYTES, What
 
 _IDLE_SECONDS: Final = 10
 _PROBE_SECONDS: Final = 5
@@ -26,14 +28,17 @@ _INT: Final = struct.Struct("@i")
 class TcpStreamLink(StreamLink):
     """Connections over TCP, to and from addresses of one scheme.
 
-    A host name is looked up while it is dialled, which waits for the resolver; other
-    members advertise numbers.
+    Host names are looked up by a thread, and each address of one is tried in turn.
 
     Attributes:
         scheme: What stands before ``://`` in its addresses.
     """
 
     scheme: ClassVar[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names = Names()
 
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
@@ -54,7 +59,12 @@ class TcpStreamLink(StreamLink):
 
     def targets(self, address: str) -> Sequence[tuple[int, Any]]:
         addresses.check(address, (self.scheme,), self.scheme)
-        return tcp_targets(address)
+        return self._names.targets(*addresses.split(address))
+
+    def forget(self, conn: StreamConn) -> None:
+        if conn.news is What.OPENED and conn in self.conns:
+            self._names.failed(addresses.split(conn.address)[0])
+        super().forget(conn)
 
     def name_peer(self, peer: Any) -> str:
         host = f"[{peer[0]}]" if ":" in peer[0] else peer[0]

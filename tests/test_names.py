@@ -1,0 +1,166 @@
+"""Host names are looked up where nobody waits, and all their addresses are tried."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import nng_links
+import pytest
+from link_fixtures import own_temporary_directory
+from link_world import PATIENCE, MakeLink, World
+from nng_links import nng_runs
+from tls_files import tls_options
+
+from mq.stream import names
+from mq.stream.names import Names
+from mq.transport import What
+from transports.tcp import TcpLink
+from transports.tls import TlsLink
+from transports.torchrpc import TorchRpcLink
+from transports.zmq import ZmqLink
+
+__all__ = ["nng_runs", "own_temporary_directory"]
+
+NAME = "member.example"
+LINKS: dict[str, MakeLink] = {
+    "nng": nng_links.tcp,
+    "tcp": TcpLink,
+    "tls": functools.partial(TlsLink, server_name="localhost", **tls_options()),
+    "torchrpc": TorchRpcLink,
+    "zmq": functools.partial(ZmqLink, wires=("tcp",)),
+}
+
+real_getaddrinfo = socket.getaddrinfo
+
+
+class Resolver:
+    """In place of the system's, for `NAME` alone.
+
+    Attributes:
+        hosts: The addresses that it finds; none: it knows no such name.
+        answers: Cleared, it does not answer.
+        asked: How often it was asked.
+    """
+
+    def __init__(self) -> None:
+        self.hosts: list[str] = []
+        self.answers = threading.Event()
+        self.answers.set()
+        self.asked = 0
+
+    def look_up(self, host: Any, port: Any, *args: Any, **more: Any) -> Any:
+        if host != NAME or more.get("flags", 0) & socket.AI_NUMERICHOST:
+            return real_getaddrinfo(host, port, *args, **more)
+        self.asked += 1
+        self.answers.wait(PATIENCE)
+        if not self.hosts:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return [
+            found
+            for number in self.hosts
+            for found in real_getaddrinfo(number, port, *args, **more)
+        ]
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
+    """The resolver, which answers when the test has ended."""
+    found = Resolver()
+    monkeypatch.setattr(socket, "getaddrinfo", found.look_up)
+    monkeypatch.setattr(names, "FRESH_SECONDS", 0.0)
+    yield found
+    found.answers.set()
+
+
+def named(address: str) -> str:
+    """The address of a member, with a name in place of its number."""
+    return address.replace("127.0.0.1", NAME)
+
+
+@contextlib.contextmanager
+def silence(port: int) -> Iterator[None]:
+    """Who connects to this port of another loopback address gets no answer."""
+    with (
+        socket.create_server(("127.0.0.2", port), backlog=0),
+        socket.create_connection(("127.0.0.2", port)),  # takes the only place
+    ):
+        yield
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_dial_does_not_wait_for_the_resolver(name: str, resolver: Resolver) -> None:
+    """It ends at once and says why; once there is an answer, a later one connects."""
+    resolver.hosts = ["127.0.0.1"]
+    resolver.answers.clear()
+    with World(LINKS[name]) as world:
+        dialler, listener = world.members
+        address = named(listener.addresses[0])
+        world.lost(0, dialler.link.dial(address))
+        reason = next(e.reason for e in dialler.events if e.what is What.LOST)
+        assert f"the host {NAME!r} is still being looked up" in reason
+
+        resolver.answers.set()
+        if name == "torchrpc":  # it has one agent in a process, which finds itself
+            return
+
+        def opens() -> bool:
+            if dialler.conns(What.OPENED):
+                return True
+            if len(dialler.conns(What.LOST)) == len(dialled):
+                dialled.append(dialler.link.dial(address))
+            return False
+
+        dialled = dialler.conns(What.LOST)
+        world.nap = 0.02
+        world.until(opens, "OPENED")
+
+
+@pytest.mark.parametrize("name", ["nng", "tcp", "tls"])
+def test_an_address_that_is_silent_does_not_hide_the_next(
+    name: str, resolver: Resolver
+) -> None:
+    """A dial that its caller gives up is followed by one to another address."""
+    resolver.hosts = ["127.0.0.2", "127.0.0.1"]
+    with World(LINKS[name]) as world:
+        dialler, listener = world.members
+        address = listener.addresses[0]
+        with silence(int(address.rpartition(":")[2])):
+            dialler.link.dial(named(address)).close()
+            conn = dialler.link.dial(named(address))
+            world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
+            again = dialler.link.dial(named(address))  # the one that answers is first
+            world.until(lambda: again in dialler.conns(What.OPENED), "OPENED again")
+
+
+def test_what_was_found_last_is_used_while_the_resolver_is_silent(
+    resolver: Resolver,
+) -> None:
+    """A connection can be resumed without the resolver."""
+    resolver.hosts = ["127.0.0.7"]
+    known = Names()
+    assert known.targets(NAME, 5)[0][1] == ("127.0.0.7", 5)
+    resolver.answers.clear()
+    assert known.targets(NAME, 6)[0][1] == ("127.0.0.7", 6)
+    assert known.targets(NAME, 7)[0][1] == ("127.0.0.7", 7)
+    assert resolver.asked == 2, "one look-up at a time"
+
+
+def test_a_name_that_is_unknown_is_asked_for_again(resolver: Resolver) -> None:
+    """Its error says so; names may become known later."""
+    known = Names()
+    with pytest.raises(OSError, match=f"{NAME!r} cannot be looked up"):
+        known.targets(NAME, 5)
+    resolver.hosts = ["127.0.0.7"]
+    assert known.targets(NAME, 5)[0][1] == ("127.0.0.7", 5)
+
+
+def test_numbers_need_no_look_up(resolver: Resolver) -> None:
+    """IPv6 addresses may stand in brackets."""
+    assert Names().targets("127.0.0.1", 5) == [(socket.AF_INET, ("127.0.0.1", 5))]
+    assert Names().targets("[::1]", 5) == [(socket.AF_INET6, ("::1", 5, 0, 0))]
+    assert not resolver.asked
