@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import ipaddress
 import os
 import re
 import socket
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 SOCKET_PATH_BYTES = 107
 """The longest path of a unix socket."""
 
+_SIOCGIFADDR = 0x8915
 _HOST_PORT = re.compile(r"(\[[0-9A-Za-z:.%]+\]|[^\[\]:;/\s]+):(\*|\d{1,5})")
 
 
@@ -88,12 +92,13 @@ def is_loopback(host: str) -> bool:
 def reachable_host(host: str) -> str:
     """The host, or for a wildcard the address under which others see this machine.
 
-    That of the default route; looking it up sends nothing.
+    That of the default route, looking up which sends nothing; where there is none,
+    that of the first interface to other hosts.
     """
     if host == "[::]" and (own := _own_ip(socket.AF_INET6, "2001:db8::1")):
         return f"[{own}]"
     if host in ("0.0.0.0", "[::]", "*"):
-        return _own_ip(socket.AF_INET, "192.0.2.1") or "127.0.0.1"
+        return _own_ip(socket.AF_INET, "192.0.2.1") or _interface_ip() or "127.0.0.1"
     return host
 
 
@@ -104,6 +109,18 @@ def _own_ip(family: socket.AddressFamily, elsewhere: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:  # no route
         return ""
+
+
+def _interface_ip() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in _interfaces():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                host = socket.inet_ntoa(answer[20:24])
+                if not is_loopback(host):
+                    return host
+    return ""
 
 
 def look_up(
