@@ -37,6 +37,10 @@ SPARE_DESCRIPTORS: Final = 32
 IDLE_MEMORY_SECONDS: Final = 30.0
 """How long message memory that nobody uses is kept for the next message."""
 
+MOST_UPKEEP_SECONDS: Final = 5.0
+"""How often a member looks who is new at the rendezvous, at least. Whoever cannot reach
+it waits for that in `connect`."""
+
 
 @dataclass
 class Joined:
@@ -156,7 +160,9 @@ def join(
         stopper.on_stop(driver.end_calls)
         joined = Joined(driver, link, poller, meeting, None, addresses, pool)
         driver.upkeep = joined.upkeep
-        driver.upkeep_seconds = lease_seconds(settings) / 4
+        driver.upkeep_seconds = min(lease_seconds(settings) / 4, MOST_UPKEEP_SECONDS)
+        if meeting is not None:
+            meeting.on_news = driver.upkeep_soon
         driver.start()
         if meeting is not None:
             arrival = Arrival(settings, driver, link, meeting, deadline)

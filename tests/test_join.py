@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import math
 import os
 import re
 import socket
@@ -11,13 +13,14 @@ from typing import Any
 
 import pytest
 from fresh_python import output_of
-from meeting import no_descriptors
+from meeting import free_port, no_descriptors
 from nng_links import nng_runs
 from tls_files import tls_options
 
 import mq
 from mq.errors import TransportUnavailable
 from mq.join import check_descriptors
+from mq.rendezvous import open_rendezvous
 from mq.rendezvous.record import Entry
 
 __all__ = ["nng_runs"]
@@ -164,6 +167,31 @@ def test_inproc_does_not_mind_what_an_ended_process_left() -> None:
     for name in "ab":
         with mq.connect("inproc", group=group, name=name, connect_timeout=2) as queue:
             assert len(queue.members()) == 1
+
+
+def test_who_is_new_at_a_rendezvous_service_is_dialled_at_once() -> None:
+    """Not only when it is next looked after: who cannot dial waits for that."""
+    where: dict[str, Any] = {
+        "group": "g",
+        "rendezvous": f"tcp://127.0.0.1:{free_port()}",
+    }
+    with mq.connect("tcp", name="a", peer_timeout=4000.0, **where) as queue:
+        driver, joined = queue._driver, queue._joined
+        assert driver.upkeep_seconds <= 5.0
+        driver.upkeep_seconds = 1000.0
+        driver._upkeep_at = math.inf  # none but those that are asked for
+        assert joined.record is not None
+        late = dataclasses.replace(joined.record, name="b", incarnation="e" * 16)
+        service = open_rendezvous(
+            where["rendezvous"], group="g", secret=None, timeout=30.0
+        )
+        with contextlib.closing(service):
+            assert service.claim(late).holder is None
+            joined.upkeep()
+            dials = queue._mesh.greetings.dials
+            assert driver.wait_until(
+                lambda: any(dial.name == "b" for dial in dials), 20
+            )
 
 
 def test_who_is_out_of_reach_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> None:

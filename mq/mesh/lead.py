@@ -110,6 +110,10 @@ class Lead:
             target=self._keep, name="mq-keeper", daemon=True
         )
 
+    def upkeep_soon(self) -> None:
+        """Have `upkeep` called within a second; from any thread, and never waits."""
+        self._upkeep_at = 0.0
+
     def start(self) -> None:
         """Start the keeper."""
         signals.hold()

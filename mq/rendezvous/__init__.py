@@ -39,9 +39,12 @@ class Rendezvous:
             Socket files directly in it are removed with the record that has their
             address.
         description: What and where it is, for people to read.
+        on_news: Called by the rendezvous' thread, where it has one, when there is
+            something new in `recent`.
     """
 
     def __init__(self, store: Store) -> None:
+        self.on_news: Callable[[], None] = lambda: None
         self.secret = store.secret
         self.directory = store.directory
         self.description = store.description
@@ -176,6 +179,8 @@ class Rendezvous:
         if version != self._version:
             self._recent = self._store.records()
             self._version = version
+            if self._worker is not None:
+                self.on_news()
 
     def _attempt(self, job: Callable[[], object]) -> None:
         try:
