@@ -219,9 +219,17 @@ class Arrival:
         for entry in waiting:
             record = entry.record
             dial = self._dials[record.incarnation]
+            addresses = ", ".join(record.addresses)
+            happened = f"tried {addresses}: {dial.error or 'no answer'}"
+            if not dial.routes:
+                happened = (
+                    f"listens on {addresses}, which cannot be reached from this host, "
+                    "and has not dialled this member; one of the two must listen= "
+                    "where the other reaches it"
+                )
+            process = record.process
             lines.append(
-                f"{record.name!r} (pid {record.process.pid} on {record.process.host}, "
-                f"tried {', '.join(record.addresses)}: {dial.error or 'no answer'})"
+                f"{record.name!r} (pid {process.pid} on {process.host}, {happened})"
             )
         return (
             f"could not greet within {self._settings.connect_timeout:g} s: "

@@ -169,6 +169,25 @@ def test_inproc_does_not_mind_what_an_ended_process_left() -> None:
             assert len(queue.members()) == 1
 
 
+def test_a_member_on_another_host_that_cannot_be_reached_is_explained() -> None:
+    """Nothing was tried; it says where it listens, and what to do."""
+    options: dict[str, Any] = {"group": f"apart-{os.getpid()}"}
+    with mq.connect("tcp", name="a", **options) as queue:
+        meeting, record = queue._joined.meeting, queue._joined.record
+        assert meeting is not None
+        assert record is not None
+        elsewhere = dataclasses.replace(record.process, boot_id="other", host="far")
+        other = dataclasses.replace(
+            record, name="b", incarnation="e" * 16, process=elsewhere
+        )
+        meeting.claim(other)
+        with pytest.raises(mq.ConnectTimeout) as caught:
+            mq.connect("tcp", name="c", connect_timeout=0.5, **options)
+    address = record.addresses[0]
+    assert f"on far, listens on {address}, which cannot be reached" in str(caught.value)
+    assert "must listen= where the other reaches it" in str(caught.value)
+
+
 def test_who_is_new_at_a_rendezvous_service_is_dialled_at_once() -> None:
     """Not only when it is next looked after: who cannot dial waits for that."""
     where: dict[str, Any] = {
