@@ -238,10 +238,12 @@ def test_a_silent_program_at_the_address_is_given_up_in_time() -> None:
 
 
 def test_an_address_that_nobody_serves_is_given_up_in_time() -> None:
-    """Where we can neither connect nor bind, the error says what to start."""
+    """Where we can neither connect nor bind, the error says what to start, and why."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))  # taken, but nobody listens
-        with pytest.raises(ConnectTimeout, match="start a member or `mq rendezvous`"):
+        with pytest.raises(
+            ConnectTimeout, match="refused; start a member or `mq rendezvous`"
+        ):
             meet(holder.getsockname()[1], timeout=0.5)
 
 

@@ -283,15 +283,18 @@ class TcpStore(Store):
                 raise
             except OSError as error:
                 reason = error
+            remaining = deadline - time.monotonic()
+            if remaining > 0 and not self._stopped.is_set():
+                if self._host():
+                    continue
+                self._stopped.wait(min(_RETRY_SECONDS, remaining))
+            # No further attempt after the deadline, which would say only that.
             if self._stopped.is_set() or time.monotonic() >= deadline:
                 raise ConnectTimeout(
                     f"no rendezvous service answers at {self._address}: {reason}; "
                     "start a member or `mq rendezvous` on that host, or check address "
                     "and firewall, and that no other program uses the port"
                 ) from reason
-            if not self._host():
-                remaining = deadline - time.monotonic()
-                self._stopped.wait(max(0.0, min(_RETRY_SECONDS, remaining)))
 
     def _host(self) -> bool:
         """Become the host if the address is ours and free."""
