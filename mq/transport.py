@@ -234,6 +234,14 @@ class Conn(ABC):
         """
         raise ValueError(f"{self.address} lends no memory")
 
+    def quiet_seconds(self) -> float | None:
+        """For how long nothing of the peer has come to this host; None: not known.
+
+        An engine that hands over whole messages says nothing of one that takes long on
+        a slow wire, and its sender is not to be taken for dead.
+        """
+        return None
+
     def describe(self) -> Mapping[str, str]:
         """What else people should know of this connection: how, and with whom.
 

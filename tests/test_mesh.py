@@ -435,6 +435,27 @@ def test_a_death_nobody_can_see_is_a_matter_of_peer_timeout() -> None:
     assert world["a"].mesh.stats.forgotten == 1
 
 
+def test_a_message_that_goes_on_arriving_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its engine hands it over whole, which on a slow wire takes long."""
+    world = World("a", "b", peer_timeout=8.0)
+    world["a"].subscribe("t")
+    world.settle()
+    (conn,) = world.net.between(world["a"].link, world["b"].link)
+    ends = [end for end in (conn, conn.other) if end is not None]
+    for end in ends:
+        end.broken = True
+        monkeypatch.setattr(end, "quiet_seconds", lambda: 0.5)
+    world.advance(30.0)
+    sessions = [next(iter(world[name].mesh.sessions.values())) for name in "ab"]
+    assert [session.stats.connections for session in sessions] == [1, 1]
+    for end in ends:
+        monkeypatch.setattr(end, "quiet_seconds", lambda: 9.0)
+    world.advance(9.0)
+    assert [session.stats.connections for session in sessions] != [1, 1]
+
+
 def test_peer_timeout_none_waits_for_proof() -> None:
     """A peer that is silent for an hour is still a peer, if either side says so."""
     world = World("a")

@@ -18,7 +18,7 @@ from tls_files import tls_options
 
 from mq.mesh.poller import Poller
 from mq.testing.proxy import Proxy
-from mq.transport import What
+from mq.transport import Conn, What
 from transports.tcp import TcpLink
 from transports.tls import TlsLink
 from transports.zmq import ZmqLink
@@ -294,3 +294,21 @@ def _has_ipv6_loopback() -> bool:
             return True
     except OSError:
         return False
+
+
+@links("nng-tcp", "zmq-tcp")
+def test_the_socket_tells_for_how_long_it_has_been_quiet(name: str) -> None:
+    """At either end: the engine hands over whole messages, which may take long."""
+    with World(LINKS[name]) as world:
+        world.nap = 0.05
+        ends = world.connect()
+
+        def quiet_of(conn: Conn) -> float:
+            seconds = conn.quiet_seconds()
+            assert seconds is not None
+            return seconds
+
+        for sender, receiver in (ends, ends[::-1]):
+            world.until(lambda conn=receiver: quiet_of(conn) > 0.5, "silence")
+            world.send(sender, b"head")
+            world.until(lambda conn=receiver: quiet_of(conn) < 0.5, "its end")

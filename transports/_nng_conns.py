@@ -195,6 +195,9 @@ class NngConn(Conn):
         wire = {"wire": self.address.partition(":")[0]}
         return wire if self._channel is None else {**wire, **self._channel.describe()}
 
+    def quiet_seconds(self) -> float | None:
+        return None if self._channel is None else self._channel.quiet_seconds()
+
     # -- events ----------
 
     def report(self, readable: bool) -> Iterator[Event]:

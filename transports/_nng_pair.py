@@ -21,6 +21,7 @@ import pynng
 from pynng import ffi, lib
 
 from mq.errors import ForkedProcess
+from mq.stream.sockets import quiet_seconds
 
 PREFIX_BYTES = 4
 HANG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
@@ -148,6 +149,10 @@ class Channel(ABC):
     def receive(self) -> memoryview | None:
         """The next message, valid until `release`, which must follow."""
 
+    def quiet_seconds(self) -> float | None:
+        """As `Conn.quiet_seconds`."""
+        return None
+
     @abstractmethod
     def release(self) -> None:
         """Free the message that `receive` returned, if there is one."""
@@ -220,6 +225,9 @@ class Pair(Channel):
                 os.close(fd)
             self.freed()
             raise
+
+    def quiet_seconds(self) -> float | None:
+        return None if self._closed else quiet_seconds(self._copy)
 
     def _start(self, fd: int, depth: int, largest: int) -> None:
         sock = self._socket

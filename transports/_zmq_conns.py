@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from mq.stream.sockets import quiet_seconds
 from mq.transport import (
     CHUNK_BYTES,
     LINGER_SECONDS,
@@ -316,6 +317,10 @@ class Dialled(ZmqConn):
     def _settle(self, refused: bool) -> None:
         self._refused = refused
         self.port.link.keep(self.port)
+
+    def quiet_seconds(self) -> float | None:
+        fds = [fd for name, fd in self.port.link.descriptors if name == self._name]
+        return quiet_seconds(fds[-1]) if fds else None
 
     def receive(self) -> tuple[bytes, int] | None:
         self.port.link.keep(self.port)

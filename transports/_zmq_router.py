@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import zmq
 
+from mq.stream.sockets import quiet_seconds
 from mq.transport import Event, What
 from transports._zmq_conns import BURST, FAILURES, IN, NOW, Port, ZmqConn
 
@@ -28,6 +29,9 @@ class Accepted(ZmqConn):
 
     def describe(self) -> Mapping[str, str]:
         return {"wire": self._wire} if self._wire else {}
+
+    def quiet_seconds(self) -> float | None:
+        return quiet_seconds(self.fd)
 
     def fail(self, reason: str, finished: bool = False) -> None:
         if not self.reason:

@@ -66,6 +66,8 @@ class Liveness:
                 # It was us who slept: what the peer sent meanwhile is still to come.
                 grace = now - session.timeout + min(1.0, session.timeout / 4)
                 session.last_heard = max(session.last_heard, grace)
+            if now - session.last_heard > session.timeout / 2:
+                _ask_engine(session, now)
             silent = now - session.last_heard
             if silent >= session.timeout:
                 self._mesh.forget(session, f"silent for {silent:.1f} s")
@@ -74,6 +76,13 @@ class Liveness:
                     self._mesh.disconnect(session, "silent")
                 else:
                     _heartbeat(session, now)
+
+
+def _ask_engine(session: Session, now: float) -> None:
+    """Whether a message that is not complete yet has gone on arriving."""
+    quiet = None if session.conn is None else session.conn.quiet_seconds()
+    if quiet is not None:
+        session.last_heard = max(session.last_heard, now - quiet)
 
 
 def _heartbeat(session: Session, now: float) -> None:

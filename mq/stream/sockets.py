@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
+from typing import Final
 
 from mq import addresses
+
+_LAST_DATA_RECV: Final = 52
+"""Where `struct tcp_info` has the milliseconds since data was received."""
+_MILLISECONDS: Final = struct.Struct("@I")
 
 
 def bound_tcp(address: str) -> socket.socket:
@@ -28,6 +34,21 @@ def bound_tcp(address: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def quiet_seconds(fd: int) -> float | None:
+    """For how long nothing has come to a TCP socket; None: it is none any more."""
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError:
+        return None
+    try:
+        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
+        return float(_MILLISECONDS.unpack_from(told, _LAST_DATA_RECV)[0]) / 1000
+    except (OSError, struct.error):
+        return None
+    finally:
+        sock.detach()
 
 
 def bound_unix(path: str) -> socket.socket:
