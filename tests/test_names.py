@@ -18,6 +18,7 @@ from tls_files import tls_options
 
 from mq.stream import names
 from mq.stream.names import Names
+from mq.testing.waiting import wait_until
 from mq.transport import What
 from transports.tcp import TcpLink
 from transports.tls import TlsLink
@@ -164,3 +165,26 @@ def test_numbers_need_no_look_up(resolver: Resolver) -> None:
     assert Names().targets("127.0.0.1", 5) == [(socket.AF_INET, ("127.0.0.1", 5))]
     assert Names().targets("[::1]", 5) == [(socket.AF_INET6, ("::1", 5, 0, 0))]
     assert not resolver.asked
+
+
+def test_where_no_thread_is_to_be_had_the_next_dial_looks_it_up(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may have as many as it is allowed, for the moment."""
+    found = Names()
+    resolver.hosts = ["127.0.0.1"]
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OSError, match=NAME):
+            found.targets(NAME, 1)
+    wait_until(lambda: _knows(found), "the look-up")
+
+
+def _knows(found: Names) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(found.targets(NAME, 1))
+    return False

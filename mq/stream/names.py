@@ -77,12 +77,13 @@ class Names:
             begins = name.done is None and time.monotonic() >= name.until
             if begins:
                 done = name.done = threading.Event()
-                threading.Thread(
-                    target=self._look_up,
-                    args=(host, name),
-                    name="mq-names",
-                    daemon=True,
-                ).start()
+                try:
+                    self._start(host, name)
+                except RuntimeError as error:
+                    name.done = None
+                    raise OSError(
+                        f"the host {host!r} is not looked up: {error}"
+                    ) from error
         if begins:
             done.wait(PATIENCE_SECONDS)
         with self._lock:
@@ -91,6 +92,12 @@ class Names:
             if name.problem is not None:
                 raise name.problem
         raise OSError(f"the host {host!r} is still being looked up")
+
+    def _start(self, host: str, name: _Name) -> None:
+        thread = threading.Thread(
+            target=self._look_up, args=(host, name), name="mq-names", daemon=True
+        )
+        thread.start()
 
     def _look_up(self, host: str, name: _Name) -> None:
         found: list[Target] = []

@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 from typing import Final
 
 from mq import addresses
@@ -37,7 +38,9 @@ def bound_tcp(address: str) -> socket.socket:
 
 
 def quiet_seconds(fd: int) -> float | None:
-    """For how long nothing has come to a TCP socket; None: it is none any more."""
+    """For how long nothing has come to a TCP socket; None: it is none, or not Linux."""
+    if sys.platform != "linux":  # the structure is Linux's
+        return None
     try:
         sock = socket.socket(fileno=fd)
     except OSError:
