@@ -36,6 +36,7 @@ LINKS: dict[str, MakeLink] = {
     "zmq": functools.partial(ZmqLink, wires=("tcp",)),
 }
 
+USUAL_PATIENCE = names.PATIENCE_SECONDS
 real_getaddrinfo = socket.getaddrinfo
 
 
@@ -44,15 +45,23 @@ class Resolver:
 
     Attributes:
         hosts: The addresses that it finds; none: it knows no such name.
-        answers: Cleared, it does not answer.
+        answers: Whether it answers.
         asked: How often it was asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        # However late the thread that looks up gets a core.
+        monkeypatch.setattr(names, "PATIENCE_SECONDS", PATIENCE)
         self.hosts: list[str] = []
         self.answers = threading.Event()
         self.answers.set()
         self.asked = 0
+
+    def fall_silent(self) -> None:
+        """Answer nobody, who then waits no longer than usual."""
+        self.answers.clear()
+        self._monkeypatch.setattr(names, "PATIENCE_SECONDS", USUAL_PATIENCE)
 
     def look_up(self, host: Any, port: Any, *args: Any, **more: Any) -> Any:
         if host != NAME or more.get("flags", 0) & socket.AI_NUMERICHOST:
@@ -71,7 +80,7 @@ class Resolver:
 @pytest.fixture
 def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
     """The resolver, which answers when the test has ended."""
-    found = Resolver()
+    found = Resolver(monkeypatch)
     monkeypatch.setattr(socket, "getaddrinfo", found.look_up)
     monkeypatch.setattr(names, "FRESH_SECONDS", 0.0)
     yield found
@@ -97,7 +106,7 @@ def silence(port: int) -> Iterator[None]:
 def test_a_dial_does_not_wait_for_the_resolver(name: str, resolver: Resolver) -> None:
     """It ends at once and says why; once there is an answer, a later one connects."""
     resolver.hosts = ["127.0.0.1"]
-    resolver.answers.clear()
+    resolver.fall_silent()
     with World(LINKS[name]) as world:
         dialler, listener = world.members
         address = named(listener.addresses[0])
@@ -145,7 +154,7 @@ def test_what_was_found_last_is_used_while_the_resolver_is_silent(
     resolver.hosts = ["127.0.0.7"]
     known = Names()
     assert known.targets(NAME, 5)[0][1] == ("127.0.0.7", 5)
-    resolver.answers.clear()
+    resolver.fall_silent()
     assert known.targets(NAME, 6)[0][1] == ("127.0.0.7", 6)
     assert known.targets(NAME, 7)[0][1] == ("127.0.0.7", 7)
     assert resolver.asked == 2, "one look-up at a time"
