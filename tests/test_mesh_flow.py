@@ -17,6 +17,7 @@ from mq.mesh import wire
 from mq.mesh.incoming import Run, Source
 from mq.mesh.outgoing import BATCH_MESSAGES
 from mq.mesh.subscription import Subscription
+from mq.mesh.waiting import _who_lags
 
 INLINE_BYTES = 128
 LARGE = bytes(range(251)) * 8
@@ -85,6 +86,22 @@ def test_a_subscription_is_in_force_when_it_is_acknowledged() -> None:
     world.settle()
     assert world["b"].payloads() == [b"after"]
     assert world["a"].mesh.publisher.topic("t").stats.nobody == 1
+
+
+def test_who_waits_for_credit_is_told_what_is_still_on_its_way() -> None:
+    """A slow wire is another matter than a subscriber that does not read."""
+    world = subscribed("b", depth=3)
+    publish_once(world)
+    topic = world["a"].mesh.publisher.topic("t")
+    count = 0
+    while topic.has_credit():
+        assert world["a"].publish("t", b"x")
+        count += 1
+    sessions = [feed.session for feed in topic.feeds]
+    said = _who_lags(topic, sessions)
+    assert f"'b' has not taken what it has ({count} messages are still" in said
+    world.settle()
+    assert "'b' has not taken what it has. Let" in _who_lags(topic, sessions)
 
 
 def test_messages_come_in_order_large_or_small() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -176,7 +177,7 @@ class Waiting(Lead):
             topic,
             topic.has_credit,
             lambda: [feed.session for feed in topic.waits_for()],
-            self._who_lags,
+            functools.partial(_who_lags, topic),
             deadline,
             turns,
         ):
@@ -184,17 +185,22 @@ class Waiting(Lead):
         self.mesh.publisher.check(topic, frames)
         return True
 
-    @staticmethod
-    def _who_lags(sessions: Collection[Session]) -> str:
-        parts = []
-        for session in sessions:
-            text = f"{session.name!r} has not taken what it has"
-            if session.conn is None:
-                text += " (its connection is broken)"
-            if session.peer_waits:
-                text += " and is itself waiting in publish for this member to recv"
-            parts.append(text)
-        return (
-            f"no credit: {'; '.join(parts)}. Let them recv faster, raise depth or "
-            "window_bytes of their subscription, or use mq.keep_last"
-        )
+
+def _who_lags(topic: Topic, sessions: Collection[Session]) -> str:
+    parts = []
+    for feed in topic.feeds:
+        session = feed.session
+        if session not in sessions:
+            continue
+        text = f"{session.name!r} has not taken what it has"
+        if under_way := topic.newest - feed.received:
+            text += f" ({under_way} messages are still on their way to it)"
+        if session.conn is None:
+            text += " (its connection is broken)"
+        if session.peer_waits:
+            text += " and is itself waiting in publish for this member to recv"
+        parts.append(text)
+    return (
+        f"no credit: {'; '.join(parts)}. Let them recv faster, raise depth or "
+        "window_bytes of their subscription, or use mq.keep_last"
+    )
