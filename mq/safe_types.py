@@ -290,11 +290,32 @@ def remedy(kind: type) -> str:
             "sides"
         )
     return hint or (
-        f"register it with mq.add_safe_types({shown}) on both sides, or pass "
-        "allow_pickle=True to mq.connect on both sides"
+        f"register it with mq.add_safe_types({shown}{_functions(kind)}) on both sides, "
+        "or pass allow_pickle=True to mq.connect on both sides"
     )
 
 
+def _functions(kind: type) -> str:
+    """The further arguments that `add_safe_types` needs for a class."""
+    try:
+        _recipe(kind)
+    except TypeError:
+        encode = _ENCODERS.get(type_name(kind))
+        if encode is None:
+            return ", encode=<to plain data>, decode=<and back>"
+        return f", encode={encode}, decode={kind.__qualname__}"
+    return ""
+
+
+_ENCODERS: Final = {
+    "collections:Counter": "dict",
+    "collections:deque": "list",
+    "decimal:Decimal": "str",
+    "fractions:Fraction": "str",
+    "pathlib:PosixPath": "str",
+    "pathlib:PurePosixPath": "str",
+    "uuid:UUID": "str",
+}
 _TENSORDICT_BASE: Final = "tensordict.base:TensorDictBase"
 _HINTS: Final = {
     "tensordict._lazy:LazyStackedTensorDict": (

@@ -6,9 +6,11 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import fractions
 import pathlib
+import uuid
 import zoneinfo
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import torch
 from payload_checks import CODEC, area_of, same, travel
 from tensordict import NonTensorStack, TensorDict
 
+import mq
 from mq import extensions as ext
 from mq import safe_types
 from mq.codec import Codec, add_safe_types
@@ -248,7 +251,7 @@ def test_what_cannot_travel_is_refused_with_place_and_remedies(
     for part in (
         "Stranger",
         "'weights'",
-        "mq.add_safe_types(Stranger)",
+        "mq.add_safe_types(Stranger, encode=",
         "allow_pickle=True",
     ):
         assert part in str(caught.value)
@@ -286,6 +289,41 @@ def test_refusals_come_with_a_remedy(value: Any, remedy: str) -> None:
     for payload in (value, {"a": value}, [(value,)]):
         with pytest.raises(CodecError, match=remedy):
             CODEC.encode(payload)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Counter("abb"),
+        deque([1, 2]),
+        decimal.Decimal("1.50"),
+        fractions.Fraction(2, 3),
+        pathlib.Path("x/y"),
+        uuid.UUID(int=7),
+        Color.RED,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_remedy_can_be_done_as_it_is_written(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the functions that turn objects of well-known classes into data."""
+    for name in ("_by_type", "_by_name"):
+        monkeypatch.setattr(safe_types, name, {})
+    known = {"mq": mq, type(value).__name__: type(value)}
+    call = safe_types.remedy(type(value)).partition(" on both")[0].rpartition("mq.")[2]
+    eval(f"mq.{call}", known)
+    assert travel(value) == value
+
+
+def test_a_remedy_says_where_functions_are_needed() -> None:
+    """A class that nobody knows."""
+
+    class Own:
+        pass
+
+    with pytest.raises(CodecError, match=r"add_safe_types\(Own, encode=.*, decode="):
+        CODEC.encode(Own())
 
 
 @pytest.mark.filterwarnings("ignore")  # torch will change them
