@@ -76,9 +76,10 @@ def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None
     """One scenario with an interrupt; afterwards the contract still holds.
 
     Member `a` publishes to `b` and `c`, which are keep-all with little depth, and to
-    `d`, which keeps the last. All that `a` and `b` do in the mesh is interrupted. Where
-    memory is lent, `b` and `c` follow another topic, too, while it is written; where it
-    is not and all are in host memory, all large messages but one travel as one body.
+    `d`, which keeps the last, as do `g`, which leaves, and `h`, which dies. All that
+    `a` and `b` do in the mesh is interrupted. Where memory is lent, `b` and `c` follow
+    another topic, too, while it is written; where it is not and all are in host
+    memory, all large messages but one travel as one body.
 
     Args:
         lends: Bytes of memory that each member but `d` lends to the others.
@@ -89,7 +90,9 @@ def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None
         "a",
         "b",
         "c",
-        lends=dict.fromkeys("abce", lends) if lends else None,
+        "g",
+        "h",
+        lends=dict.fromkeys("abceh", lends) if lends else None,
         carries=dict.fromkeys("abd" * devices, 1),
         wholes="" if lends or devices else "ab",
     )
@@ -98,6 +101,8 @@ def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None
     topics = ("t", "f") if lends else ("t",)
     for topic in topics:
         c.subscribe(topic, depth=4, window_bytes=4000)
+    for name in "gh":
+        world[name].subscribe("t", keep=1)
     world.settle()
     for member in (a, b):
         scenario.guard_polls(member)
@@ -147,6 +152,8 @@ def run(interrupter: Interrupter, lends: int = 0, devices: bool = False) -> None
         scenario.guard(a, partial(a.publish, "k", payload))
         if number // len(topics) % 3 == 0:
             world.settle()
+    world.ended.add(world.leave("g").pid)  # its farewell may be lost
+    world.kill("h")
     scenario.subscribe(b, "u")
     world.advance(1.0)
     for member in (b, c, world["d"]):

@@ -126,8 +126,9 @@ class Dialling:
             self._mesh.changed += 1
 
     def _close(self, conn: Conn) -> None:
-        if self._greeters.pop(conn, None) is not None:
+        if conn in self._greeters:
             conn.close()
+            del self._greeters[conn]  # an interrupt before it is repeated by `recover`
 
     def next_deadline(self, limit: float) -> float:
         """When a dial is due, if that is before `limit`."""
