@@ -300,10 +300,11 @@ def _functions(kind: type) -> str:
     try:
         _recipe(kind)
     except TypeError:
-        encode = _ENCODERS.get(type_name(kind))
-        if encode is None:
-            return ", encode=<to plain data>, decode=<and back>"
-        return f", encode={encode}, decode={kind.__qualname__}"
+        for base in kind.__mro__:
+            package = base.__module__.partition(".")[0]
+            if encode := _ENCODERS.get(f"{package}:{base.__qualname__}"):
+                return f", encode={encode}, decode={kind.__qualname__}"
+        return ", encode=<to plain data>, decode=<and back>"
     return ""
 
 
@@ -312,8 +313,7 @@ _ENCODERS: Final = {
     "collections:deque": "list",
     "decimal:Decimal": "str",
     "fractions:Fraction": "str",
-    "pathlib:PosixPath": "str",
-    "pathlib:PurePosixPath": "str",
+    "pathlib:PurePath": "str",
     "uuid:UUID": "str",
 }
 _TENSORDICT_BASE: Final = "tensordict.base:TensorDictBase"
