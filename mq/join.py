@@ -87,8 +87,8 @@ class Joined:
         if mesh.replaced:  # others may have told so, too
             return
         while mesh.forgotten:
-            peer = mesh.forgotten.pop()
-            meeting.sweep(peer.name, peer.incarnation)
+            peer, proven = mesh.forgotten.pop()
+            meeting.sweep(peer.name, peer.incarnation, proven=proven)
         for entry in meeting.recent():
             self._greet(entry)
 

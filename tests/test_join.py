@@ -9,11 +9,12 @@ import math
 import os
 import re
 import socket
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 from fresh_python import output_of
-from meeting import free_port, no_descriptors
+from meeting import eventually, free_port, names, no_descriptors, process_of
 from nng_links import nng_runs
 from tls_files import tls_options
 
@@ -211,6 +212,27 @@ def test_who_is_new_at_a_rendezvous_service_is_dialled_at_once() -> None:
             assert driver.wait_until(
                 lambda: any(dial.name == "b" for dial in dials), 20
             )
+
+
+def _connected(options: dict[str, Any], pipe: Connection) -> None:
+    """Be a member until the process is ended."""
+    with mq.connect("tcp", name="b", **options):
+        pipe.send("connected")
+        pipe.recv()
+
+
+def test_newcomers_need_not_wait_for_a_member_that_was_given_up() -> None:
+    """Its record goes then, also where nobody can prove that its process has ended."""
+    options: dict[str, Any] = {"group": f"given-up-{os.getpid()}", "peer_timeout": 2.0}
+    with mq.connect("tcp", name="a", **options) as queue:
+        queue._mesh.config.watch = lambda process: None
+        meeting = queue._joined.meeting
+        assert meeting is not None
+        with process_of(_connected, options) as (child, pipe):
+            assert pipe.recv() == "connected"
+            assert sorted(names(meeting)) == ["a", "b"]
+            child.kill()
+            eventually(lambda: names(meeting) == ["a"])
 
 
 def test_who_is_out_of_reach_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> None:

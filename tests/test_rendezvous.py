@@ -274,6 +274,22 @@ def test_the_record_of_a_killed_process_can_be_swept(spec: str | None) -> None:
         eventually(lambda: names(rendezvous) == ["survivor"])
 
 
+def test_who_is_silent_is_swept_unless_the_lease_is_fresh(spec: str | None) -> None:
+    """Nobody can prove whether it is dead; who lives may be cut off from one peer."""
+    with contextlib.closing(meet(spec)) as rendezvous:
+        old = rendezvous.claim(record("old", lease=1e-6)).record
+        fresh = rendezvous.claim(record("fresh", "b", lease=1e6)).record
+
+        def swept() -> bool:
+            for silent in (fresh, old):
+                rendezvous.sweep(silent.name, silent.incarnation, proven=False)
+            return names(rendezvous) == ["fresh"]
+
+        eventually(swept)
+        rendezvous.renew(old)  # it lives after all
+        eventually(lambda: sorted(names(rendezvous)) == ["fresh", "old"])
+
+
 def test_members_meet_there_and_hear_each_other(spec: str | None) -> None:
     """What `mq.connect` makes of each kind."""
     options: dict[str, Any] = {"group": "met", "rendezvous": spec}

@@ -47,7 +47,7 @@ class Mesh:
     Attributes:
         changed: Grows whenever something happened that a waiting call may wait for.
         replaced: Why this member must stop, once another took its name over.
-        forgotten: Peers that left or died, for the rendezvous; taken from there.
+        forgotten: Peers that the rendezvous is told of, and if they are proven gone.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Mesh:
         self.replaced = ""
         self.leaving = False
         self._next_tick = self._last_poll = clock()
-        self.forgotten: list[Greeting] = []
+        self.forgotten: list[tuple[Greeting, bool]] = []
         self._polling = False
         self._unfinished = False
         self.wake: Callable[[], None] = lambda: None
@@ -309,8 +309,9 @@ class Mesh:
         self.publisher.remove(session)
         self.subscriber.remove(session, may_return=not proven)
         self.changed += 1
+        if not superseded:
+            self.forgotten.append((session.peer, proven))
         if proven:
-            self.forgotten.append(session.peer)
             logger.debug("%s is gone: %s", session.name, reason)
         elif superseded and not session.received:
             logger.debug("another session with %s is used", session.name)

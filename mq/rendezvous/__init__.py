@@ -18,6 +18,9 @@ from mq.rendezvous.store import Store
 __all__ = ["Claim", "Entry", "Record", "Rendezvous", "open_rendezvous"]
 
 MAX_GROUP_CHARACTERS = 100
+OLD_SHARE = 3 / 8
+"""Of a lease that is not renewed: who lives begins it anew after a quarter, or sooner.
+It is twice `peer_timeout`, so the dead have had half of it when they are given up."""
 
 _log = Log(__name__)
 
@@ -113,10 +116,25 @@ class Rendezvous:
                 del self._mine[name]
         self._store.remove(name, incarnation)
 
-    def sweep(self, name: str, incarnation: str) -> None:
-        """`remove`, but soon: for a member proven dead."""
-        self._later(
-            lambda: self._attempt(lambda: self._store.remove(name, incarnation))
+    def sweep(self, name: str, incarnation: str, *, proven: bool = True) -> None:
+        """`remove`, but soon: for a member that is dead, or was given up as silent.
+
+        Args:
+            proven: Whether it is known to be dead; else its record goes only if it was
+                not renewed for long. If it lives it writes it again.
+        """
+
+        def remove() -> None:
+            if proven or self._is_old(incarnation):
+                self._store.remove(name, incarnation)
+
+        self._later(lambda: self._attempt(remove))
+
+    def _is_old(self, incarnation: str) -> bool:
+        return any(
+            entry.record.incarnation == incarnation
+            and entry.age > OLD_SHARE * entry.record.lease
+            for entry in self._store.records()
         )
 
     def close(self) -> None:
