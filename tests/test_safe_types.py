@@ -431,3 +431,53 @@ def test_registered_types_from_outside_cannot_break_the_receiver() -> None:
         area = assemble(pack(Ext(ext.OBJECT, pack([name, state]))), (), frozenset())
         with pytest.raises(CodecError, match=problem):
             CODEC.decode(area_of(area))
+
+
+def test_pickles_are_not_decoded_ahead() -> None:
+    """Unpickling runs anybody's code, which is not to run under a queue's lock."""
+    trusting = Codec(allow_pickle=True)
+    area = area_of(trusting.encode({"p": pathlib.PurePosixPath("x")}))
+
+    assert trusting.decode_ahead(area) == ()
+    assert trusting.decode(area) == {"p": pathlib.PurePosixPath("x")}
+
+
+def test_what_is_pickled_with_an_array_is_read_only_in_place() -> None:
+    """As other arrays are there: the memory is the publisher's."""
+    trusting = Codec(allow_pickle=True)
+    sent = OwnArrays([np.arange(50_000)])
+    area = area_of(trusting.encode(sent))
+
+    assert trusting.decode(area).arrays[0].flags.writeable
+    (array,) = trusting.decode(area, read_only=True).arrays
+    assert np.array_equal(array, sent.arrays[0])
+    assert not array.flags.writeable
+
+
+class OwnArrays:
+    """A class that is not registered, with arrays."""
+
+    def __init__(self, arrays: list[np.ndarray[Any, Any]]) -> None:
+        self.arrays = arrays
+
+
+class Meddler:
+    """Decoding it changes what it came from."""
+
+    area: memoryview
+
+
+def _meddle(state: Any) -> Meddler:
+    raw = bytes(Meddler.area)
+    at = raw.index(b"after")
+    Meddler.area[at : at + 5] = b"later"
+    return Meddler()
+
+
+def test_what_lies_in_shared_memory_is_looked_at_once() -> None:
+    """Its publisher could change it between a check and a use."""
+    add_safe_types(Meddler, encode=lambda meddler: [], decode=_meddle)
+    Meddler.area = area_of(CODEC.encode([Meddler(), "after"]))
+
+    assert CODEC.decode(Meddler.area, read_only=True)[1] == "after"
+    assert b"later" in bytes(Meddler.area)
