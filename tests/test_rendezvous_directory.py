@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import tempfile
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,23 @@ def test_a_malformed_record_is_ignored_with_one_warning(
             assert names(two) == names(two) == []
             assert two.claim(record("x", "b")).holder is None
         assert caplog.text.count("malformed record") == 1
+
+
+def test_the_socket_file_of_who_is_only_silent_stays(runtime: Path) -> None:
+    """Who was stopped goes on listening there, and has no other place for peers."""
+    with contextlib.closing(meet(None)) as one:
+        assert one.directory is not None
+        path = Path(one.directory, "x.zmq")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            stopped = record("stopped", addresses=(f"ipc://{path}",), lease=20.0)
+            one.claim(stopped)
+            for file in Path(one.directory).glob("m-*"):
+                os.utime(file, (time.time() - 15, time.time() - 15))
+            one.sweep(stopped.name, stopped.incarnation, proven=False)
+            assert path.exists()
+            one.sweep(stopped.name, stopped.incarnation)
+            assert not path.exists()
 
 
 def test_socket_files_go_with_the_record(runtime: Path) -> None:

@@ -121,7 +121,8 @@ class Rendezvous:
 
         Args:
             proven: Whether it is known to be dead; else its record goes only if it was
-                not renewed for long. If it lives it writes it again.
+                not renewed for long. If it lives it writes it again; but it could not
+                make its socket files again, so with such the record stays.
         """
 
         def remove() -> None:
@@ -134,8 +135,13 @@ class Rendezvous:
         return any(
             entry.record.incarnation == incarnation
             and entry.age > OLD_SHARE * entry.record.lease
+            and not self._has_files(entry.record)
             for entry in self._store.records()
         )
+
+    def _has_files(self, record: Record) -> bool:
+        paths = [address.partition("://")[2] for address in record.addresses]
+        return any(os.path.dirname(path) == self.directory for path in paths)
 
     def close(self) -> None:
         """Give back the names of this process and free everything. Idempotent.
