@@ -27,10 +27,10 @@ _users: dict[int, threading.Thread] = {}  # by the system's number
 
 def undivided() -> threading.Lock:
     """A lock for what the calling thread does with OpenSSL; a fork waits for it."""
-    me = threading.get_native_id()
-    if me not in _users:
+    me, thread = threading.get_native_id(), threading.current_thread()
+    if _users.get(me) is not thread:  # the system uses numbers again
         _forget_ended()
-        _users[me] = threading.current_thread()
+        _users[me] = thread
     return _lock
 
 

@@ -105,3 +105,16 @@ def test_threads_that_are_gone_are_forgotten() -> None:
         thread.join()
         wait_until(lambda: not openssl._forget_ended(), "its end")
     assert len(openssl._users) <= 2
+
+
+def test_a_thread_may_have_the_number_of_one_that_is_gone() -> None:
+    """A fork would wait for its end, in vain for as long as it lives."""
+    number = threading.get_native_id()
+    gone = threading.Thread(target=openssl.undivided)
+    gone.start()
+    gone.join()
+    wait_until(lambda: not openssl._forget_ended(), "its end")
+    openssl._users[number] = gone
+    with openssl.undivided():
+        assert openssl._users[number] is threading.current_thread()
+    assert not openssl._forget_ended()
