@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -13,7 +12,7 @@ import pytest
 from fresh_python import output_of
 
 import mq
-from mq.testing.waiting import wait_until
+from mq.testing.waiting import current_frames, wait_until
 
 PROGRAM = """
 import os, signal, threading
@@ -42,7 +41,7 @@ for queue in unanswered(f"handler-{os.getpid()}"):
 
 def is_in(function: str) -> bool:
     """Whether the main thread is in a call of that name."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
     return frame is not None

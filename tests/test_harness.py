@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 import mq
 from mq.testing import Group, MemberDied, Proxy, StepTimeout, expect, waiting, worker
 from mq.testing.proxy import another
+from mq.testing.waiting import current_frames
 from mq.transport import Capabilities
 
 
@@ -319,3 +322,20 @@ def test_time_that_was_taken_from_the_machine_is_not_the_programs(
         assert watch.seconds(began + 0.5) == pytest.approx(expected)
     monkeypatch.setattr(waiting, "ready_seconds", lambda pid: {"a": 3.25, "new": 0.125})
     assert watch.seconds(began + 0.5) == pytest.approx(0.125)
+
+
+def test_frames_are_looked_at_without_the_garbage_collector() -> None:
+    """It is on again afterwards, if it was."""
+    seen: list[bool] = []
+    real = sys._current_frames
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()))
+        current_frames()
+    assert seen == [False]
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        assert current_frames().keys() == real().keys()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

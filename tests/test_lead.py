@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from mq import signals, speed
 from mq.mesh import lead as lead_module
 from mq.mesh.lead import IDLE_SECONDS, Changes, Lead
 from mq.mesh.poller import Poller
+from mq.testing.waiting import current_frames
 
 
 class CountingPoller:
@@ -204,7 +204,7 @@ def test_an_interrupt_that_does_not_wake_who_sleeps_is_seen_soon(
     seen, late = threading.Event(), threading.Event()
 
     def take() -> None:
-        while sys._current_frames()[main].f_code.co_name not in ("_look", "wait"):
+        while current_frames()[main].f_code.co_name not in ("_look", "wait"):
             time.sleep(0)
         with lead.lock:  # it is asleep
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
@@ -237,7 +237,7 @@ def test_what_changes_as_a_piece_of_a_wait_ends_is_not_slept_over(lead: Lead) ->
 
     def change() -> None:
         with lead.lock:  # it is asleep
-            while sys._current_frames()[main].f_code.co_name != "take_back":
+            while current_frames()[main].f_code.co_name != "take_back":
                 time.sleep(0)
             changed.append(True)
             lead._changes.notify_all()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from mq import undisturbed as module
+from mq.testing.waiting import current_frames
 from mq.undisturbed import Stopper, undisturbed
 
 SLEEPERS = ("wait", "<lambda>")
@@ -34,7 +35,7 @@ def interrupt_here() -> None:
     main = threading.main_thread().ident
     assert main is not None
     while True:
-        code = sys._current_frames()[main].f_code
+        code = current_frames()[main].f_code
         if code.co_filename == module.__file__ and code.co_name in SLEEPERS:
             break
         time.sleep(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from mq.testing import programs
 from mq.testing.cases import case
 from mq.testing.harness import Group
 from mq.testing.member import Member
-from mq.testing.waiting import STEP, Stopwatch, wait_until
+from mq.testing.waiting import STEP, Stopwatch, current_frames, wait_until
 
 _CALLS = ("recv", "publish", "loan", "wait_for_members", "wait_for_subscribers")
 
@@ -89,7 +88,7 @@ def _main_thread_waits(worker: Any) -> bool:
 
 
 def _calls_of(thread: threading.Thread) -> set[str]:
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = current_frames().get(thread.ident or 0)
     names = set()
     while frame is not None:
         names.add(frame.f_code.co_name)
