@@ -147,6 +147,23 @@ def test_an_address_that_is_silent_does_not_hide_the_next(
             world.until(lambda: again in dialler.conns(What.OPENED), "OPENED again")
 
 
+@pytest.mark.parametrize("name", ["nng", "tcp", "tls"])
+def test_dials_of_one_name_that_fail_together_begin_elsewhere(
+    name: str, resolver: Resolver
+) -> None:
+    """Two members of one host: both attempts end at once, again and again."""
+    resolver.hosts = ["127.0.0.2", "127.0.0.1"]
+    with World(LINKS[name]) as world:
+        dialler, listener = world.members
+        address = named(listener.addresses[0])
+        with silence(int(address.rpartition(":")[2])):
+            together = [dialler.link.dial(address) for _ in range(2)]
+            for conn in together:
+                conn.close()
+            conn = dialler.link.dial(address)
+            world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
+
+
 def test_what_was_found_last_is_used_while_the_resolver_is_silent(
     resolver: Resolver,
 ) -> None:

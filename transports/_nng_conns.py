@@ -39,12 +39,14 @@ class NngConn(Conn):
     Attributes:
         reason: Why it is lost or closed.
         news: What is to be reported once the peer's link has said hello.
+        target: The host and port that are dialled, or a path; None: not by a socket.
     """
 
     def __init__(self, link: NngLink, address: str, news: What) -> None:
         self.address = address
         self.reason = ""
         self.news: What | None = news
+        self.target: tuple[str, int] | str | None = None
         self._link = link
         self._channel: Channel | None = None
         self._dialling: Dialling | None = None
@@ -63,6 +65,7 @@ class NngConn(Conn):
 
     def dial(self, sock: socket.socket, target: tuple[str, int] | str) -> None:
         """Begin to connect."""
+        self.target = target
         code = sock.connect_ex(target)
         if code == errno.EINPROGRESS:
             self.wait(sock, lambda: self._dialled(sock, _error(sock)))

@@ -209,8 +209,8 @@ class NngLink(Watching[NngConn], Link):
 
     def forget(self, conn: NngConn) -> None:
         """A connection is over."""
-        if conn.news is What.OPENED and not conn.address.startswith("ipc"):
-            self._names.failed(addresses.split(conn.address)[0])
+        if conn.news is What.OPENED and isinstance(conn.target, tuple):
+            self._names.failed(addresses.split(conn.address)[0], conn.target[0])
         self.conns.pop(conn, None)
         self.busy.pop(conn, None)
         self.closing.pop(conn, None)

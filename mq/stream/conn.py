@@ -34,6 +34,7 @@ class StreamConn(Framing):
 
     Attributes:
         news: What is to be reported once the peer has said hello; then None.
+        target: The socket address that was dialled last; None: there was none.
         fd: The socket's descriptor; -1: there is none.
     """
 
@@ -41,6 +42,7 @@ class StreamConn(Framing):
         super().__init__(link, address)
         self.news: What | None = news
         self.readable = Event(What.READABLE, self)
+        self.target: Any = None
         self.fd = -1
         self._socket: socket.socket | None = None
         self._targets: list[tuple[int, Any]] = []
@@ -59,11 +61,11 @@ class StreamConn(Framing):
             self.end(f"cannot dial {self.address}: {error}")
 
     def _dial_next(self) -> None:
-        family, target = self._targets.pop(0)
+        family, self.target = self._targets.pop(0)
         sock = self._socket = socket.socket(family, socket.SOCK_STREAM)
         self.fd = sock.fileno()
         sock.setblocking(False)
-        code = sock.connect_ex(target)
+        code = sock.connect_ex(self.target)
         if code == errno.EINPROGRESS:
             self._link.watch(self.fd, select.EPOLLOUT, lambda: self._dialled(sock))
         else:

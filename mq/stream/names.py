@@ -64,12 +64,17 @@ class Names:
             found = self._find(host)
         return [(family, (at[0], port, *at[2:])) for family, at in found]
 
-    def failed(self, host: str) -> None:
-        """Begin with another address of a name: the first one did not answer."""
+    def failed(self, host: str, number: str) -> None:
+        """Try an address of a name last: it did not answer.
+
+        Args:
+            host: As `targets` was asked for it.
+            number: The address; other dials of the name may have said so, too.
+        """
         with self._lock:
             name = self._names.get(host.strip("[]"))
             if name is not None:
-                name.hosts = [*name.hosts[1:], *name.hosts[:1]]
+                name.hosts = sorted(name.hosts, key=lambda found: found[1][0] == number)
 
     def _find(self, host: str) -> Sequence[Target]:
         with self._lock:

@@ -62,8 +62,8 @@ class TcpStreamLink(StreamLink):
         return self._names.targets(*addresses.split(address))
 
     def forget(self, conn: StreamConn) -> None:
-        if conn.news is What.OPENED and conn in self.conns:
-            self._names.failed(addresses.split(conn.address)[0])
+        if conn.news is What.OPENED and conn.target and conn in self.conns:
+            self._names.failed(addresses.split(conn.address)[0], conn.target[0])
         super().forget(conn)
 
     def name_peer(self, peer: Any) -> str:
