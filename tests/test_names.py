@@ -16,6 +16,7 @@ from link_world import PATIENCE, MakeLink, World
 from nng_links import nng_runs
 from tls_files import tls_options
 
+from mq.mesh.poller import Poller
 from mq.stream import names
 from mq.stream.names import Names
 from mq.testing.waiting import wait_until
@@ -130,7 +131,7 @@ def test_a_dial_does_not_wait_for_the_resolver(name: str, resolver: Resolver) ->
         world.until(opens, "OPENED")
 
 
-@pytest.mark.parametrize("name", ["nng", "tcp", "tls"])
+@pytest.mark.parametrize("name", ["nng", "tcp", "tls", "zmq"])
 def test_an_address_that_is_silent_does_not_hide_the_next(
     name: str, resolver: Resolver
 ) -> None:
@@ -147,7 +148,7 @@ def test_an_address_that_is_silent_does_not_hide_the_next(
             world.until(lambda: again in dialler.conns(What.OPENED), "OPENED again")
 
 
-@pytest.mark.parametrize("name", ["nng", "tcp", "tls"])
+@pytest.mark.parametrize("name", ["nng", "tcp", "tls", "zmq"])
 def test_dials_of_one_name_that_fail_together_begin_elsewhere(
     name: str, resolver: Resolver
 ) -> None:
@@ -162,6 +163,21 @@ def test_dials_of_one_name_that_fail_together_begin_elsewhere(
                 conn.close()
             conn = dialler.link.dial(address)
             world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
+
+
+def test_zmq_dials_whichever_address_is_listened_on(resolver: Resolver) -> None:
+    """The engine is given one number at a time, so a later dial gets another."""
+    resolver.hosts = ["127.0.0.1", "127.0.0.3"]
+    with World(LINKS["zmq"], 1) as world, contextlib.ExitStack() as ends:
+        (dialler,) = world.members
+        listener, poller = ZmqLink(wires=("tcp",)), Poller()
+        ends.callback(poller.close)
+        ends.callback(listener.close)
+        (at,) = listener.open(poller, ["tcp://127.0.0.3:0"], None)
+        address = at.replace("127.0.0.3", NAME)
+        world.lost(0, dialler.link.dial(address))
+        conn = dialler.link.dial(address)
+        world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
 
 
 def test_what_was_found_last_is_used_while_the_resolver_is_silent(

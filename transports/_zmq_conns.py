@@ -291,10 +291,15 @@ class ZmqConn(Conn):
 
 
 class Dialled(ZmqConn):
-    """The dialling end: a DEALER of its own, so that close and loss are its alone."""
+    """The dialling end: a DEALER of its own, so that close and loss are its alone.
 
-    def __init__(self, port: Port, address: str, name: bytes) -> None:
+    Attributes:
+        endpoint: What the engine dials for its address, without a name.
+    """
+
+    def __init__(self, port: Port, address: str, name: bytes, endpoint: str) -> None:
         super().__init__(port, address)
+        self.endpoint = endpoint
         port.report = self._report
         self._name = name
         self._opening = False
@@ -356,6 +361,8 @@ class Dialled(ZmqConn):
 
     def _shut(self, linger: float) -> None:
         self.finished = True
+        if not self._opened:
+            self.port.link.unanswered(self)
         self.port.link.dialled.pop(self._name, None)
         self.port.close(linger)
 

@@ -245,7 +245,7 @@ class ZmqLink(Link):
             self._router.accepted[name] = nobody
             nobody.fail(f"cannot dial {address}: {error}", finished=True)
             return nobody
-        conn = self.dialled[name] = Dialled(Port(self, sock), address, name)
+        conn = self.dialled[name] = Dialled(Port(self, sock), address, name, endpoint)
         sock.setsockopt(zmq.ROUTING_ID, name)
         sock.setsockopt(zmq.PROBE_ROUTER, 1)
         sock.setsockopt(zmq.RECONNECT_IVL, _DAY_MS)
@@ -266,8 +266,14 @@ class ZmqLink(Link):
         """
         if address.startswith("ipc"):
             return address
-        _, at = min(self._names.targets(*addresses.split(address)))  # IPv4 is less
+        _, at = self._names.targets(*addresses.split(address))[0]
         return f"tcp://[{at[0]}]:{at[1]}" if ":" in at[0] else f"tcp://{at[0]}:{at[1]}"
+
+    def unanswered(self, conn: Dialled) -> None:
+        """A dial has ended without a connection: another address of a name is next."""
+        if not conn.address.startswith("ipc"):
+            number = addresses.split(conn.endpoint)[0].strip("[]")
+            self._names.failed(addresses.split(conn.address)[0], number)
 
     def watch(self) -> None:
         """Hand on what the monitors of all sockets reported until now."""
