@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
+import itertools
 import os
 import socket
+import sys
 import tempfile
+import warnings
+from types import FrameType
 from typing import Any
 
 import nng_links
@@ -17,6 +22,7 @@ from nng_links import nng_runs
 from tls_files import tls_options
 
 from mq.mesh.poller import Poller
+from mq.stream import sockets
 from mq.testing.proxy import Proxy
 from mq.transport import Conn, What
 from transports.tcp import TcpLink
@@ -312,3 +318,30 @@ def test_the_socket_tells_for_how_long_it_has_been_quiet(name: str) -> None:
             world.until(lambda conn=receiver: quiet_of(conn) > 0.5, "silence")
             world.send(sender, b"head")
             world.until(lambda conn=receiver: quiet_of(conn) < 0.5, "its end")
+
+
+@pytest.mark.parametrize("line", range(6))
+def test_an_interrupt_leaves_an_engine_its_descriptor(line: int) -> None:
+    """It would end the process for one that is closed behind its back."""
+    lines = itertools.count()
+
+    def interrupt(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_globals["__name__"] != sockets.__name__:
+            return None
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return interrupt
+
+    with socket.create_server(("127.0.0.1", 0)) as sock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            sockets.quiet_seconds(sock.fileno())
+        sys.settrace(before)
+        os.fstat(sock.fileno())
+
+
+def test_no_descriptor_has_been_quiet_for_any_time() -> None:
+    """Of a peer that is gone there is none."""
+    assert sockets.quiet_seconds(-1) is None

@@ -42,16 +42,14 @@ def quiet_seconds(fd: int) -> float | None:
     if sys.platform != "linux":  # the structure is Linux's
         return None
     try:
-        sock = socket.socket(fileno=fd)
-    except OSError:
-        return None
-    try:
-        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
+        # A copy: the descriptor is the engine's, and an interrupt may close ours.
+        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as sock:
+            told = sock.getsockopt(
+                socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4
+            )
         return float(_MILLISECONDS.unpack_from(told, _LAST_DATA_RECV)[0]) / 1000
     except (OSError, struct.error):
         return None
-    finally:
-        sock.detach()
 
 
 def bound_unix(path: str) -> socket.socket:
