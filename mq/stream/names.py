@@ -24,14 +24,14 @@ class _Name:
     Attributes:
         hosts: Its families and addresses, without a port; those of the last look-up
             that found any.
-        problem: Why the last look-up found none.
+        problem: Why the last look-up found none; "": it did.
         until: Up to when this need not be looked up again, by `time.monotonic`.
         done: Set when the look-up that runs has ended; None: none runs.
     """
 
     def __init__(self) -> None:
         self.hosts: list[Target] = []
-        self.problem: OSError | None = None
+        self.problem = ""
         self.until = 0.0
         self.done: threading.Event | None = None
 
@@ -94,8 +94,8 @@ class Names:
         with self._lock:
             if name.hosts:
                 return name.hosts
-            if name.problem is not None:
-                raise name.problem
+            if name.problem:
+                raise OSError(name.problem)
         raise OSError(f"the host {host!r} is still being looked up")
 
     def _start(self, host: str, name: _Name) -> None:
@@ -106,11 +106,11 @@ class Names:
 
     def _look_up(self, host: str, name: _Name) -> None:
         found: list[Target] = []
-        problem: OSError | None = None
+        problem = ""
         try:
             found = addresses.look_up(host)
         except OSError as error:
-            problem = error
+            problem = str(error)
         with self._lock:
             if set(found) != set(name.hosts):  # else the one that answered stays first
                 name.hosts = found or name.hosts
