@@ -193,21 +193,27 @@ def test_a_segment_that_cannot_be_mapped_is_copied_from(
 # -- hostile peers ----------
 
 
-def dial_raw(world: World) -> socket.socket:
-    """A connection on which the test says what it likes, after the hello."""
-    member = world.members[0]
-    known = len(member.conns(What.ACCEPTED))
-    sock = socket.socket(socket.AF_UNIX)
+def _swap_proofs(world: World, sock: socket.socket) -> bytes:
+    """Connect and show memory of the test's own; the number in the member's."""
     sock.settimeout(20.0)
-    sock.connect(member.addresses[0].removeprefix("shm://"))
+    sock.connect(world.members[0].addresses[0].removeprefix("shm://"))
     proof = memfd(16)
     seal(proof)
     socket.send_fds(sock, [b"M"], [proof])
     os.close(proof)
     world.until(lambda: bool(select.select([sock], [], [], 0)[0]), "its proof")
     _, (theirs,), _, _ = socket.recv_fds(sock, 1, 1)
-    sock.sendall(os.pread(theirs, 16, 0) + ShmLink.hello)
+    number = os.pread(theirs, 16, 0)
     os.close(theirs)
+    return number
+
+
+def dial_raw(world: World) -> socket.socket:
+    """A connection on which the test says what it likes, after the hello."""
+    member = world.members[0]
+    known = len(member.conns(What.ACCEPTED))
+    sock = socket.socket(socket.AF_UNIX)
+    sock.sendall(_swap_proofs(world, sock) + ShmLink.hello)
     world.until(lambda: len(member.conns(What.ACCEPTED)) > known, "ACCEPTED")
     answer = sock.recv(16 + len(ShmLink.hello), socket.MSG_WAITALL)
     assert answer == bytes(16) + ShmLink.hello
@@ -218,15 +224,7 @@ def test_who_tells_another_number_than_our_memory_has_is_no_connection() -> None
     """It may pass descriptors and yet not read what they are of."""
     with World(make, 1) as world, socket.socket(socket.AF_UNIX) as sock:
         member = world.members[0]
-        sock.settimeout(20.0)
-        sock.connect(member.addresses[0].removeprefix("shm://"))
-        proof = memfd(16)
-        seal(proof)
-        socket.send_fds(sock, [b"M"], [proof])
-        os.close(proof)
-        world.until(lambda: bool(select.select([sock], [], [], 0)[0]), "its proof")
-        _, (theirs,), _, _ = socket.recv_fds(sock, 1, 1)
-        os.close(theirs)
+        _swap_proofs(world, sock)
         sock.sendall(bytes(16) + ShmLink.hello)
 
         world.until(lambda: _has_ended(sock), "the end of the connection")
