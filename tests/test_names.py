@@ -95,7 +95,7 @@ def named(address: str) -> str:
 
 @contextlib.contextmanager
 def silence(port: int) -> Iterator[None]:
-    """Who connects to this port of another loopback address gets no answer."""
+    """Who connects to this port of 127.0.0.2 gets no answer."""
     with (
         socket.create_server(("127.0.0.2", port), backlog=0),
         socket.create_connection(("127.0.0.2", port)),  # takes the only place
@@ -163,6 +163,25 @@ def test_dials_of_one_name_that_fail_together_begin_elsewhere(
                 conn.close()
             conn = dialler.link.dial(address)
             world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
+
+
+def test_torchrpc_dials_the_address_after_one_that_is_silent(
+    resolver: Resolver,
+) -> None:
+    """As the others do; its greeting needs an agent of another process."""
+    resolver.hosts = ["127.0.0.2", "127.0.0.3"]
+    with (
+        World(LINKS["torchrpc"], 1) as world,
+        socket.create_server(("127.0.0.3", 0)) as listener,
+    ):
+        listener.settimeout(PATIENCE)
+        (dialler,) = world.members
+        port = listener.getsockname()[1]
+        with silence(port):
+            dialler.link.dial(f"torchrpc://{NAME}:{port}").close()
+            conn = dialler.link.dial(f"torchrpc://{NAME}:{port}")
+            listener.accept()[0].close()
+        world.lost(0, conn)
 
 
 def test_zmq_dials_whichever_address_is_listened_on(resolver: Resolver) -> None:

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from mq.log import Log
+from mq.stream.names import Names
 from transports import _torchrpc_control as control
 from transports._torchrpc_control import BadNote, Control, Misfit
 
@@ -49,6 +50,8 @@ class Sockets:
         self._listeners: dict[int, socket.socket] = {}
         self._deaf: dict[int, float] = {}
         self._controls: dict[int, Control] = {}
+        self._names = Names()
+        self._tried: dict[int, tuple[str, str]] = {}  # a host, and which address of it
 
     def listen(self, host: str, port: int) -> int:
         """Listen on an address; its port.
@@ -61,6 +64,23 @@ class Sockets:
         self.epoll.register(sock.fileno(), select.EPOLLIN)
         found: int = sock.getsockname()[1]
         return found
+
+    def dial(self, sock: Control, conn: RpcConn, host: str, port: int) -> None:
+        """Connect a socket; where that fails the host's next address is tried next.
+
+        Raises:
+            OSError: It cannot even begin, or the host is unknown or still looked up.
+        """
+        found = self._names.targets(host, port)
+        # Members listen on IPv4 in general, as TensorPipe's own listeners do.
+        _, at = next((t for t in found if t[0] == socket.AF_INET), found[0])
+        try:
+            sock.connect(*at[:2])
+        except OSError:
+            self._names.failed(host, at[0])
+            raise
+        self.add(sock, conn)
+        self._tried[sock.fd] = host, at[0]
 
     def add(self, sock: Control, conn: RpcConn | None = None) -> None:
         """Watch a socket that must greet; `conn`: the connection that dialled it."""
@@ -75,6 +95,7 @@ class Sockets:
 
     def know(self, sock: Control, conn: RpcConn) -> None:
         """A stranger has greeted, and is the peer of this connection."""
+        self._tried.pop(sock.fd, None)
         self.strangers.pop(sock.fd, None)
         self.conns[sock.fd] = conn
 
@@ -164,6 +185,8 @@ class Sockets:
             self.strangers.pop(sock.fd, None)
             self.conns.pop(sock.fd, None)
             self.epoll.unregister(sock.fd)
+            if tried := self._tried.pop(sock.fd, None):
+                self._names.failed(*tried)
         sock.close()
 
     def close(self) -> None:

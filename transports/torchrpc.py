@@ -23,7 +23,6 @@ from mq import addresses, options
 from mq.errors import TransportUnavailable
 from mq.log import Log
 from mq.mesh.poller import Poller
-from mq.stream.names import Names
 from mq.transport import (
     LINGER_SECONDS,
     MAX_HEAD_BYTES,
@@ -104,7 +103,6 @@ class TorchRpcLink(Link):
         self._id = secrets.token_hex(8)
         self._open = self._closing = False
         self._looked_at = 0.0
-        self._hosts = Names()
         self._woken = threading.Event()
         self._sockets: Sockets
         self._alive: dict[RpcConn, None] = {}
@@ -204,13 +202,11 @@ class TorchRpcLink(Link):
         conn = self._new(address, sock)
         try:
             conn.promise = self.agent.descriptors.promise()
-            _, at = min(self._hosts.targets(host, port))  # IPv4 is less
-            sock.connect(*at[:2])
+            self._sockets.dial(sock, conn, host, port)
         except OSError as error:
             sock.close()
             conn.fail(f"cannot dial {address}: {error}")
             return conn
-        self._sockets.add(sock, conn)
         conn.expect()
         self._sockets.send(sock, self._greeting(conn, link).note())
         return conn
