@@ -16,7 +16,7 @@ from zmq.utils import garbage
 
 from mq.addresses import split
 from mq.mesh.poller import Poller
-from mq.transport import MAX_HEAD_BYTES, What
+from mq.transport import MAX_HEAD_BYTES, Conn, What
 from transports._zmq_conns import LEAD_BYTES, WHOLE_BYTES
 from transports.zmq import ZmqLink
 
@@ -141,15 +141,22 @@ class _Interrupting:
         self._send(part, flags)
 
 
+def _first_message(world: World, member: int, conn: Conn) -> tuple[bytes, bytes]:
+    """The first message of a connection, with which no other came."""
+    received = world.members[member].received.setdefault(conn, [])
+    world.until(lambda: bool(received), "a message")
+    (message,) = received
+    return message
+
+
 @pytest.mark.parametrize("from_dialler", [True, False])
 def test_a_message_interrupted_while_it_is_sent_breaks_its_connection(
     monkeypatch: pytest.MonkeyPatch, from_dialler: bool
 ) -> None:
     """Its remains never become part of another message."""
     with World(tcp, 3) as world:
-        first, _ = world.connect(0, 2)
+        first, accepted = world.connect(0, 2)
         other, accepted_other = world.connect(1, 2)
-        accepted = world.members[2].conns(What.ACCEPTED)[0]
         conn = first if from_dialler else accepted
         port = conn.port  # type: ignore[attr-defined]
         with monkeypatch.context() as patch:
@@ -158,17 +165,13 @@ def test_a_message_interrupted_while_it_is_sent_breaks_its_connection(
                 conn.try_send(b"head", memoryview(b"body"))
         world.send(conn, b"next")
         world.send(accepted_other, b"to another", b"body")
-        received = world.members[1].received.setdefault(other, [])
-        world.until(lambda: bool(received), "the other peer's message")
-        assert received == [(b"to another", b"body")]
+        assert _first_message(world, 1, other) == (b"to another", b"body")
         peer, end = (2, accepted) if from_dialler else (0, first)
         if from_dialler:  # its head was sent, so that the message cannot be undone
             world.lost(peer, end)
             assert end not in world.members[peer].received
         else:  # only its envelope was
-            received = world.members[peer].received.setdefault(end, [])
-            world.until(lambda: bool(received), "the next message")
-            assert received == [(b"next", b"")]
+            assert _first_message(world, peer, end) == (b"next", b"")
 
 
 @pytest.mark.parametrize("from_dialler", [True, False])
@@ -177,9 +180,8 @@ def test_a_message_that_fails_at_its_body_breaks_only_its_connection(
 ) -> None:
     """The engine may have no descriptors for what is to free the body later."""
     with World(tcp, 3) as world:
-        first, _ = world.connect(0, 2)
+        first, accepted = world.connect(0, 2)
         other, accepted_other = world.connect(1, 2)
-        accepted = world.members[2].conns(What.ACCEPTED)[0]
         conn = first if from_dialler else accepted
         port = conn.port  # type: ignore[attr-defined]
         send = port.send_part
@@ -193,9 +195,7 @@ def test_a_message_that_fails_at_its_body_breaks_only_its_connection(
             patch.setattr(port, "send_part", send_part)
             assert conn.try_send(b"head", memoryview(b"body"))
         assert accepted_other.try_send(b"to another", memoryview(b"body"))
-        received = world.members[1].received.setdefault(other, [])
-        world.until(lambda: bool(received), "the other peer's message")
-        assert received == [(b"to another", b"body")]
+        assert _first_message(world, 1, other) == (b"to another", b"body")
         world.lost(0, first)
         world.lost(2, accepted)
         assert not world.members[0].received
