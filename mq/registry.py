@@ -6,6 +6,7 @@ whose name is the backend string and whose value is the `mq.transport.Link` clas
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.metadata
@@ -168,6 +169,16 @@ def load(name: str) -> type[Link]:
     if reason is not None:
         raise TransportUnavailable(f"transport {name!r} cannot run here: {reason}")
     return link
+
+
+def preload(name: str) -> None:
+    """Import a backend, if what it needs is installed, and do no more.
+
+    For processes that others are forked from: to ask whether it can be used may start
+    a driver, such as CUDA's, which then works in none of them.
+    """
+    with contextlib.suppress(TransportUnavailable):
+        _load(name)
 
 
 def create(name: str, options: Mapping[str, Any]) -> Link:

@@ -161,3 +161,25 @@ def test_every_registered_transport_is_a_link_with_capabilities() -> None:
         assert issubclass(registry.load(name), Link)
         assert registry.capabilities(name).reach in ("process", "host", "network")
     assert list(registry.table) == sorted(registry.table)
+
+
+_PRELOADS = """
+import sys
+import torch
+
+def started(*args):
+    raise SystemExit("CUDA was asked")
+
+for name in ("is_available", "device_count", "init", "current_device"):
+    setattr(torch.cuda, name, started)
+torch._C._cuda_getDeviceCount = started
+import bench.preload
+import mq.testing.preload
+
+print("transports.torchrpc_cuda" in sys.modules)
+"""
+
+
+def test_what_processes_are_forked_from_has_started_no_driver() -> None:
+    """Where CUDA was only asked for its devices it works in no process forked later."""
+    assert output_of(_PRELOADS) == "True\n"

@@ -17,5 +17,4 @@ torch.set_num_threads(1)
 for _name in ("numpy", "mq.join", "mq.codec", "mq.loans", "mq.testing"):
     importlib.import_module(_name)
 for _name in registry.names():
-    if registry.check(_name) is None:
-        registry.load(_name)
+    registry.preload(_name)
