@@ -76,7 +76,9 @@ class Landing:
         if len(piece) == self._nbytes:
             self._tensor, self._ready = piece.tensor, piece.ready
             return
-        with _aside([self._device]):
+        # The thread that happens to move pieces may be in inference mode. A tensor made
+        # there is one that nothing outside of it may write to or train with.
+        with torch.inference_mode(False), _aside([self._device]):
             if self._tensor is None:
                 try:
                     self._tensor = torch.empty(

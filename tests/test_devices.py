@@ -352,6 +352,18 @@ def test_a_piece_on_another_device_or_without_room_is_refused() -> None:
         landing.add(0, Piece(whole.to("meta")))
 
 
+def test_pieces_are_put_together_alike_in_inference_mode_and_out_of_it() -> None:
+    """Any thread may come upon them; what they become can be trained with."""
+    pieces = [Piece(torch.full((256,), n, dtype=torch.uint8)) for n in (1, 2)]
+    landing = pieces[0].begin(512)
+    with torch.inference_mode():
+        landing.add(0, pieces[0])
+    landing.add(256, pieces[1])
+    found = landing.claim()
+    assert not found.is_inference()
+    assert found.tolist() == [1] * 256 + [2] * 256
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_streams_of_a_gpu_are_ordered_without_waiting_for_it() -> None:
