@@ -40,9 +40,11 @@ class Piece:
 
     def copy_to(self, view: memoryview) -> None:
         """Copy it into host memory of its size; waits until it is there."""
-        _await(self.ready, self.tensor.device)
-        host = torch.frombuffer(view, dtype=torch.uint8)
-        host.copy_(self.tensor)  # into pageable memory: it waits for the device
+        # Aside, for what the application has given its own stream may take long.
+        with _aside([self.tensor.device]):
+            _await(self.ready, self.tensor.device)
+            host = torch.frombuffer(view, dtype=torch.uint8)
+            host.copy_(self.tensor)  # into pageable memory: it waits for the stream
 
     def begin(self, nbytes: int) -> Landing:
         """An area of so many bytes on the device where this piece is."""

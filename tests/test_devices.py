@@ -325,6 +325,9 @@ def test_whoever_uses_a_piece_waits_for_what_filled_it(
     streams.noted.clear()
     landing.claim()
     assert streams.noted == [("application", "wait for 3"), ("application", "uses 512")]
+    streams.noted.clear()
+    pieces[0].copy_to(memoryview(bytearray(256)))
+    assert streams.noted == [("aside", "wait for 1")]
 
 
 def test_a_piece_that_is_the_whole_area_is_not_copied(
