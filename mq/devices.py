@@ -192,10 +192,20 @@ def _aside(devices: Iterable[torch.device]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for device in devices:
             if device.type == "cuda":
-                if device not in _streams:
-                    _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                stack.enter_context(torch.cuda.stream(_streams[device]))
+                # First the device: a stream of another one would, in the end, set that
+                # which a new thread begins with, GPU 0, and so take memory there.
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(torch.cuda.stream(_stream(device)))
         yield
+
+
+def _stream(device: torch.device) -> Any:
+    """The one of a device, whichever thread asks first: it orders what is done."""
+    found = _streams.get(device)
+    if found is None:
+        new = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        found = _streams.setdefault(device, new)
+    return found
 
 
 @contextlib.contextmanager

@@ -330,6 +330,32 @@ def test_whoever_uses_a_piece_waits_for_what_filled_it(
     assert streams.noted == [("aside", "wait for 1")]
 
 
+def test_streams_aside_are_current_on_their_own_devices_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One for each device; without that, torch would take GPU 0 into use as well."""
+    noted: list[str] = []
+
+    @contextlib.contextmanager
+    def current(what: object) -> Iterator[None]:
+        noted.append(f"{what}")
+        yield
+        noted.append(f"not {what}")
+
+    def new(device: torch.device) -> str:
+        devices._streams.setdefault(device, "another thread's")
+        return "a second one"
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "Stream", new)
+    monkeypatch.setattr(devices, "_streams", {torch.device("cuda", 1): "known"})
+    with devices._aside([torch.device(name) for name in ("cuda:1", "cpu", "cuda:2")]):
+        noted.append("work")
+    begun = ["cuda:1", "known", "cuda:2", "another thread's"]
+    assert noted == [*begun, "work", *(f"not {what}" for what in reversed(begun))]
+
+
 def test_a_piece_that_is_the_whole_area_is_not_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
