@@ -17,9 +17,12 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import torch
 from needs import pytest_configure, pytest_runtest_makereport
 
 from mq import speed
+from mq.errors import TransportUnavailable
+from mq.testing import worker
 
 __all__ = ["pytest_configure", "pytest_runtest_makereport"]  # hooks
 
@@ -29,6 +32,8 @@ hypothesis.settings.load_profile("patient")
 
 # libuv, in torch, keeps a pipe from its first use on; no test shall seem to leave it.
 importlib.import_module("transports.torchrpc")
+# CUDA keeps descriptors from the first time on that it is asked for its devices.
+torch.cuda.is_available()
 
 # A shell starts its background jobs with SIGINT ignored, and so would be every process
 # that a test starts and then interrupts.
@@ -88,9 +93,20 @@ def _resources() -> set[str]:
     return _threads() | _descriptors() | _own_shared_memory()
 
 
+@pytest.fixture(scope="session")
+def gpus_run() -> None:
+    """What CUDA and the channels for GPUs keep is no leak of the first test."""
+    for index in range(torch.cuda.device_count()):
+        torch.ones(1, device=f"cuda:{index}").cpu()
+    with contextlib.suppress(TransportUnavailable):  # the tests say so
+        worker.use_engine("torchrpc:cuda", {})
+
+
 @pytest.fixture(autouse=True)
-def _leaves_nothing() -> Iterator[None]:
+def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test leaves a thread, a descriptor or a shared-memory segment."""
+    if request.node.get_closest_marker("gpu") is not None:
+        request.getfixturevalue("gpus_run")
     before = _resources()
     yield
     if _resources() <= before:

@@ -178,6 +178,12 @@ def connect(worker: Worker, backend: str, options: dict[str, Any]) -> int:
 
 def start_engine(worker: Worker, backend: str, options: dict[str, Any]) -> None:
     """Use the engine once; what it keeps from then on is no leak of a queue."""
+    use_engine(backend, options)
+    worker.baseline = resources()
+
+
+def use_engine(backend: str, options: dict[str, Any]) -> None:
+    """Open and close a link in this process."""
     own = registry.option_names(backend)
     link = registry.create(backend, {k: v for k, v in options.items() if k in own})
     poller = Poller()
@@ -186,7 +192,6 @@ def start_engine(worker: Worker, backend: str, options: dict[str, Any]) -> None:
     finally:
         link.close()
         poller.close()
-    worker.baseline = resources()
 
 
 def call(worker: Worker, method: str, *args: Any, **kwargs: Any) -> Any:
