@@ -19,6 +19,8 @@ from transports import _torchrpc_shared as shared
 from transports.torchrpc import TorchRpcLink
 from transports.torchrpc_cuda import TorchRpcCudaLink
 
+GPUS = rpc_agent.gpus
+
 
 def test_cuda_without_cuda_says_so_and_what_to_do() -> None:
     """A typed error, at once, with the remedy."""
@@ -62,6 +64,19 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         return options(*args, **{**kwargs, "_channels": ["cma", "basic"]})
 
     monkeypatch.setattr(rpc_agent.rpc, "TensorPipeRpcBackendOptions", without_cuda)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_process_forked_from_one_that_used_cuda_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the remedy; that TensorPipe does not start would lead astray."""
+    monkeypatch.setattr(rpc_agent, "gpus", GPUS)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(mq.ForkedProcess, match=r"CUDA was used .* 'spawn'"):
+        mq.connect("cuda", group="forked", name="a")
+    with mq.connect("cuda", group="forked", name="a", local_devices=[]):
+        pass  # without a GPU there is nothing that does not survive
 
 
 @pytest.mark.usefixtures("two_gpus")

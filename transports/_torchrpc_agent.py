@@ -30,6 +30,7 @@ from typing import Any, Final
 import torch
 
 from mq import addresses
+from mq.errors import ForkedProcess
 from mq.log import Log
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
@@ -139,7 +140,16 @@ def channels_here(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def gpus(indices: tuple[int, ...]) -> list[torch.device]:
-    """These GPUs as TensorPipe takes them, ready for its threads to use."""
+    """These GPUs as TensorPipe takes them, ready for its threads to use.
+
+    Raises:
+        ForkedProcess: CUDA was used before this process was forked.
+    """
+    if indices and torch.cuda._is_in_bad_fork():
+        raise ForkedProcess(
+            "CUDA was used in the process of which this one is a fork, and does not "
+            "survive that; start processes with the method 'spawn' or 'forkserver'"
+        )
     if indices:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     return [torch.device("cuda", index) for index in indices]

@@ -30,7 +30,7 @@ def acquire(options: Options) -> Agent:
     """The agent of this process, started if this is its first user.
 
     Raises:
-        ForkedProcess: This process was forked from one that has used an agent.
+        ForkedProcess: This process was forked from one that has used an agent, or CUDA.
         TransportUnavailable: TensorPipe cannot start here.
         ValueError: An agent with other options runs in this process.
     """
@@ -82,7 +82,7 @@ def _start(options: Options) -> Agent:
             if options.devices not in _tested:
                 agent.self_test()
                 _tested.add(options.devices)
-    except (OSError, TransportUnavailable):
+    except (OSError, ForkedProcess, TransportUnavailable):
         _give_up(agent)
         raise
     except Exception as error:  # whatever a torch of another version raises
