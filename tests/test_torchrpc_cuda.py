@@ -235,15 +235,24 @@ def test_a_connection_says_where_tensors_arrive() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
-    "options", [{"channels": ("cma", "basic")}, {"local_devices": []}]
+    "options",
+    [
+        {"channels": ("cma", "basic")},
+        {"local_devices": []},
+        {"device_map": {"b": {}}, "map_name": "b"},
+    ],
 )
-def test_without_a_channel_or_a_gpu_tensors_are_staged(options: dict[str, Any]) -> None:
-    """TensorPipe would abort; it is said in `describe`."""
+def test_without_a_channel_a_gpu_or_a_map_tensors_are_staged(
+    options: dict[str, Any],
+) -> None:
+    """TensorPipe would abort, or the map says so; it is said in `describe`."""
     with World(functools.partial(TorchRpcCudaLink, **options)) as world:
         conn, _ = world.connect()
         assert not conn.devices
         assert conn.describe()["tensors"] == "staged through host memory"
-        assert not world.members[0].link.devices
+        link = world.members[0].link
+        assert "device map waits for" not in link.describe()
+        assert bool(link.devices) == ("device_map" in options)
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -45,7 +45,10 @@ def parse(given: object) -> DeviceMap:
             "device_map is {peer: {local GPU: peer's GPU}} or text such as "
             f"'1_0_1,2_0_2', not {type(given).__name__}"
         )
-    found: DeviceMap = {}
+    # A mapping may name a peer that is to get nothing from GPU to GPU.
+    found: DeviceMap = (
+        {str(peer): {} for peer in given} if isinstance(given, Mapping) else {}
+    )
     for peer, local, remote in entries:
         pairs = found.setdefault(peer, {})
         text = triple(peer, local, remote)
@@ -161,7 +164,7 @@ def check_ranks(wanted: DeviceMap, world_size: int) -> None:
     """
     for peer, pairs in wanted.items():
         if peer.isdecimal() and int(peer) >= world_size:
-            entry = describe({peer: pairs}).partition(",")[0]
+            entry = describe({peer: pairs}).partition(",")[0] or repr({peer: pairs})
             raise ValueError(
                 f"device map {entry}: no member is {peer!r}: WORLD_SIZE is "
                 f"{world_size}, so they are 0 to {world_size - 1}"

@@ -40,6 +40,7 @@ class TorchRpcCudaLink(TorchRpcLink):
     Args:
         device_map: ``{peer: {local GPU: peer's GPU}}``, or text such as
             ``1_0_1,2_0_2``; for other peers each GPU goes to that of the same index.
+            What goes to a peer with an empty mapping is staged.
         local_devices: The GPUs of this process that take part, such as ``[0, 1]`` or
             ``"0,1"``; default: all visible.
         map_name: What the device maps of others call this process; default: the name
@@ -166,7 +167,7 @@ class TorchRpcCudaLink(TorchRpcLink):
             )
 
     def _missing(self) -> devices.DeviceMap:
-        return {p: m for p, m in self._wanted.items() if p not in self._met}
+        return {p: m for p, m in self._wanted.items() if m and p not in self._met}
 
     def describe_peer(
         self, peer: Greeting, carried: Mapping[str, str]
