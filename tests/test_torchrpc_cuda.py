@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from link_world import PATIENCE, Member, World
+from torchrpc_links import rpc_conn
 
 import mq
 from mq.errors import TransportUnavailable
@@ -280,6 +282,27 @@ def test_peers_beyond_the_names_are_staged_and_logged(
         assert not agent.peer("4", agent.url, "", pairs).mapped
     finally:
         shared.release(agent)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("of_peer", "expected"),
+    [
+        ({}, ((0, 0), (1, 1))),
+        ({"gpus": (1,)}, ((0, 0), (1, 1))),
+        ({"gpus": ()}, ()),
+        ({"channels": ("cma", "basic")}, ()),
+    ],
+)
+def test_a_peer_to_whom_nothing_on_a_gpu_can_go_takes_no_name(
+    of_peer: dict[str, Any], expected: tuple[tuple[int, int], ...]
+) -> None:
+    """There are `max_gpu_peers` of them, for those to whom something can."""
+    with World(TorchRpcCudaLink) as world:
+        conn = rpc_conn(world.connect()[0])
+        link = world.members[0].link
+        assert isinstance(link, TorchRpcCudaLink)
+        assert link.pairs(replace(link._greeting(conn), **of_peer)) == expected
 
 
 def test_channels_that_torch_lacks_are_left_out() -> None:

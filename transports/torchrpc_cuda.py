@@ -142,6 +142,8 @@ class TorchRpcCudaLink(TorchRpcLink):
         return {name or NAMELESS: found}
 
     def pairs(self, peer: Greeting) -> Pairs:
+        if not self.carried(peer, mapped=True):
+            return ()  # a name would be spent on it for nothing
         name = devices.entry(self._wanted, peer.member, peer.rank)
         return devices.declared(self._wanted, name, self._local)
 
