@@ -32,8 +32,10 @@ hypothesis.settings.load_profile("patient")
 
 # libuv, in torch, keeps a pipe from its first use on; no test shall seem to leave it.
 importlib.import_module("transports.torchrpc")
-# CUDA keeps descriptors from the first time on that it is asked for its devices.
-torch.cuda.is_available()
+# CUDA keeps descriptors: some once it was asked for its devices, more of each in use.
+if torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        torch.ones(1, device=f"cuda:{index}").cpu()
 
 # A shell starts its background jobs with SIGINT ignored, and so would be every process
 # that a test starts and then interrupts.
@@ -95,9 +97,7 @@ def _resources() -> set[str]:
 
 @pytest.fixture(scope="session")
 def gpus_run() -> None:
-    """What CUDA and the channels for GPUs keep is no leak of the first test."""
-    for index in range(torch.cuda.device_count()):
-        torch.ones(1, device=f"cuda:{index}").cpu()
+    """What the channels for GPUs keep is no leak of the first test."""
     with contextlib.suppress(TransportUnavailable):  # the tests say so
         worker.use_engine("torchrpc:cuda", {})
 
