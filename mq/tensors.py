@@ -254,6 +254,7 @@ def _dtype_of(name: object) -> tuple[torch.dtype, np.dtype[Any], bool]:
 
 def unpack_on_device(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     """A view of an area, where that is; or a copy on the device asked for."""
+    unpacker.not_ahead()  # as in `unpack_tensor`; no member sends it in a batch
     name, index, start, *dims = unpacker.decode_list(body, 3)
     dtype, bits, _ = _dtype_of(name)
     nbytes = checked_size(dims, bits.itemsize)

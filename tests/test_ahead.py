@@ -12,6 +12,7 @@ import pytest
 import torch
 from fresh_python import output_of
 from payload_checks import CODEC, area_of, same
+from test_devices import CARRIED, staged_of
 from torch.overrides import TorchFunctionMode
 
 import mq
@@ -194,10 +195,12 @@ def test_torch_calls_nothing_of_the_application_ahead(dtype: torch.dtype) -> Non
     """What it calls could call the queue, whose lock is taken."""
     payloads = (torch.ones(3).to(dtype), {"n": 1, "x": torch.ones(3).to(dtype)})
     areas = [area_of(CODEC.encode(payload)) for payload in payloads]
-    for area in areas:
+    staged = staged_of(CODEC.encode(payloads[0], "t", CARRIED))
+    for area in (*areas, staged):
         CODEC.decode(area)
     with Mode() as mode:
         ahead = [CODEC.decode_ahead(area) for area in areas]
+        assert CODEC.decode_ahead(staged) == ()
         assert mode.called == 0
     assert all(ahead) == (dtype is torch.float32)
 
