@@ -62,7 +62,7 @@ class Closed(MQError):
 
 
 class MessagesLost(MQError):
-    """A publisher gave this member up while it was stalled; messages are missing.
+    """A publisher and this member gave each other up; messages are missing.
 
     Raised by `recv` once per publisher; the queue goes on afterwards.
 
@@ -70,22 +70,32 @@ class MessagesLost(MQError):
         sender: Name of the publisher.
         topics: Topics of which messages are missing.
         count: How many messages are missing, over all those topics.
+        reason: Why this member gave the publisher up; "" where that gave up first.
     """
 
-    def __init__(self, sender: str, topics: Sequence[str], count: int) -> None:
+    def __init__(
+        self, sender: str, topics: Sequence[str], count: int, reason: str = ""
+    ) -> None:
         names = ", ".join(repr(topic) for topic in topics)
+        why = (
+            f"this member gave {sender!r} up: {reason}"
+            if reason
+            else "this member was silent for longer than peer_timeout and was "
+            "forgotten; raise peer_timeout if such stalls are normal here"
+        )
         super().__init__(
-            f"{count} message(s) from {sender!r} on {names} were lost: this member was "
-            "silent for longer than peer_timeout and was forgotten; raise peer_timeout "
-            "if such stalls are normal here"
+            f"{count} message(s) from {sender!r} on {names} were lost: {why}"
         )
         self.sender = sender
         self.topics = tuple(topics)
         self.count = count
+        self.reason = reason
 
-    def __reduce__(self) -> tuple[type[MessagesLost], tuple[str, tuple[str, ...], int]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type[MessagesLost], tuple[str, tuple[str, ...], int, str]]:
         """So that it can be sent to another process."""
-        return MessagesLost, (self.sender, self.topics, self.count)
+        return MessagesLost, (self.sender, self.topics, self.count, self.reason)
 
 
 class MessageTooLarge(MQError, ValueError):

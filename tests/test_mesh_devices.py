@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from scripted import Parcel, ScriptedConn
 from world import DEVICES, Got, World, area_of, tensors_of
 
-from mq.devices import Piece
+from mq.devices import Landing, Piece
 from mq.errors import MessagesLost, MessageTooLarge
 from mq.frames import Frames
 from mq.mesh import wire
@@ -196,6 +197,30 @@ def test_a_session_does_not_go_on_where_other_devices_are_carried() -> None:
     assert isinstance(notice, MessagesLost)
     assert isinstance(got, Got)
     assert got.payload == ONE
+
+
+def test_a_device_without_room_is_the_reason_of_what_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The session ends after a few tries; the next one tells, and goes on."""
+    world = subscribed({"b": 2})
+
+    def full(landing: Landing, start: int, piece: Piece) -> None:
+        raise ValueError("no room for 768 bytes on cuda:7")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Landing, "add", full)
+        assert world["a"].publish("t", CONTENT, areas=AREAS)
+        world.advance(10.0)
+    assert world["a"].publish("t", ONE, areas=AREAS[:1])
+    world.advance(1.0)
+    notice, got = world["b"].recv_all()
+    assert isinstance(notice, MessagesLost)
+    assert isinstance(got, Got)
+    assert got.payload == ONE
+    for told in (notice, pickle.loads(pickle.dumps(notice))):
+        assert told.reason == "malformed frames: no room for 768 bytes on cuda:7"
+        assert str(told).endswith(f"this member gave 'a' up: {told.reason}")
 
 
 # -- what anybody may send ----------

@@ -70,7 +70,8 @@ class Liveness:
                 _ask_engine(session, now)
             silent = now - session.last_heard
             if silent >= session.timeout:
-                self._mesh.forget(session, f"silent for {silent:.1f} s")
+                advice = "raise peer_timeout if such stalls are normal here"
+                self._mesh.forget(session, f"silent for {silent:.1f} s; {advice}")
             elif session.conn is not None:
                 if session.dialler and silent > 0.6 * session.timeout:
                     self._mesh.disconnect(session, "silent")

@@ -37,16 +37,20 @@ class Ended(NamedTuple):
             was still to come: newer retained messages are wanted.
         owed: The last sequence that was owed until then: what was published after it
             is lost, unless it comes.
+        reason: Why this member gave it up; "" where it gave this member up.
     """
 
     newest: int
     owed: int
+    reason: str = ""
 
     @classmethod
     def of(cls, source: Source) -> Ended:
         owed = max(source.newest, source.first - 1)
         waiting = source.newest < source.retained
-        return cls(source.retained - 1 if waiting else owed, owed)
+        fate = source.session.fate
+        reason = "" if fate is None or fate.superseded else fate.reason
+        return cls(source.retained - 1 if waiting else owed, owed, reason)
 
 
 _NOTHING_CAME: Final = Ended(-1, -1)
@@ -197,25 +201,27 @@ class Subscriber:
         remembered = self._remembered.get(session.peer.incarnation, {})
         begun: dict[Source, Arrivals] = {}
         lost: dict[str, int] = {}
+        reason = ""  # of all alike: they ended together
         for answer in answers:
             source = self._unconfirmed_source(session, answer.subscription)
             if source is None or source in begun:
                 continue
             topic = source.subscription.topic
-            newest, owed = remembered.get(topic, _NOTHING_CAME)
+            newest, owed, why = remembered.get(topic, _NOTHING_CAME)
             first = max(answer.next_sequence, owed + 1)
             begun[source] = source.begin(first, answer.retained, newest)
             if topic not in remembered:
                 continue
             count = answer.next_sequence - 1 - owed - (answer.retained > owed)
             if count > 0 and source.subscription.keep is None:
-                lost[topic] = count
+                lost[topic], reason = count, why
             elif count > 0:
                 source.subscription.stats.dropped += count
         queues: tuple[deque[Any], ...] = tuple(source.arrivals for source in begun)
         items: tuple[object, ...] = tuple(begun.values())
         if lost:
-            notice = MessagesLost(session.name, sorted(lost), sum(lost.values()))
+            count = sum(lost.values())
+            notice = MessagesLost(session.name, sorted(lost), count, reason)
             queues, items = (*queues, self.inbox.fifo), (*items, notice)
         append_each(queues, items)
         for source in begun:
