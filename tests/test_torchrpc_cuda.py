@@ -255,6 +255,9 @@ def test_without_a_channel_a_gpu_or_a_map_tensors_are_staged(
         link = world.members[0].link
         assert "device map waits for" not in link.describe()
         assert bool(link.devices) == ("device_map" in options)
+        # Else the self-test would send tensors on GPUs, and TensorPipe abort.
+        assert isinstance(link, TorchRpcCudaLink)
+        assert bool(link.agent.options.devices) == bool(link.devices)
 
 
 @pytest.mark.usefixtures("two_gpus")

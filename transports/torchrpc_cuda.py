@@ -106,14 +106,15 @@ class TorchRpcCudaLink(TorchRpcLink):
         self._met = {*self._names}
         if size.isdecimal() and rank and rank in self._names:
             devices.check_ranks(self._wanted, int(size))
-        others = self._max_gpu_peers + 1  # this process is one, for the self-test
-        self._options = replace(
-            self._options,
-            devices=self._local,
-            maps=devices.all_declared(self._wanted, self._local, others),
-        )
+        if FALLBACK in self._options.channels:
+            others = self._max_gpu_peers + 1  # this process is one, for the self-test
+            self._options = replace(
+                self._options,
+                devices=self._local,
+                maps=devices.all_declared(self._wanted, self._local, others),
+            )
         found = super().open(poller, listen, directory)
-        if FALLBACK in self._options.channels and not self.agent.worker:
+        if self._options.devices and not self.agent.worker:
             self.devices = frozenset(f"cuda:{index}" for index in self._local)
         return found
 
