@@ -288,6 +288,21 @@ def test_peers_beyond_the_names_are_staged_and_logged(
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_a_peer_that_breaks_and_comes_again_takes_one_name_only() -> None:
+    """Else a bad wire to one peer would use up the names of all."""
+    pairs = ((0, 0),)
+    agent = shared.acquire(rpc_agent.Options(maps=((pairs, 4),)))
+    try:
+        for _ in range(5):
+            agent.peer("again and again", agent.url, "", pairs).fail("it broke")
+        others = [agent.peer(f"{n}", agent.url, "", pairs) for n in range(4)]
+        assert all(peer.mapped for peer in others)
+        assert len({peer.worker.name for peer in others}) == 4
+    finally:
+        shared.release(agent)
+
+
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("of_peer", "expected"),
     [

@@ -30,7 +30,6 @@ from typing import Any, Final
 import torch
 
 from mq import addresses
-from mq.errors import ForkedProcess
 from mq.log import Log
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
@@ -140,17 +139,9 @@ def channels_here(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def gpus(indices: tuple[int, ...]) -> list[torch.device]:
-    """These GPUs as TensorPipe takes them, ready for its threads to use.
-
-    Raises:
-        ForkedProcess: CUDA was used before this process was forked.
-    """
-    if indices and torch.cuda._is_in_bad_fork():
-        raise ForkedProcess(
-            "CUDA was used in the process of which this one is a fork, and does not "
-            "survive that; start processes with the method 'spawn' or 'forkserver'"
-        )
+    """These GPUs as TensorPipe takes them, ready for its threads to use."""
     if indices:
+        native.check_fork()
         torch.cuda.init()  # type: ignore[no-untyped-call]
     return [torch.device("cuda", index) for index in indices]
 
@@ -272,6 +263,8 @@ class Agent:
             known = self._peers.get((id, pairs))
             if known is not None and not known.lost:
                 return known
+            if known is not None and known.mapped:  # `_alias` looks for its name
+                self._peers[known.worker.name, pairs] = self._peers.pop((id, pairs))
             try:
                 if self.worker:  # a lifeline would hang the application's shutdown
                     info = self._agent.get_worker_info(worker)

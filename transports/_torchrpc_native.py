@@ -1,4 +1,4 @@
-"""What torch's libraries keep for the whole process: a log level, libuv's pipe."""
+"""What torch's libraries keep for a whole process: a log level, libuv's pipe, CUDA."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import os
 from typing import Final
 
 import torch
+
+from mq.errors import ForkedProcess
 
 _ERRORS: Final = 2  # of FLAGS_caffe2_log_level
 
@@ -55,6 +57,15 @@ def open_libuv() -> None:
         loop = ctypes.create_string_buffer(uv.uv_loop_size())
         if uv.uv_loop_init(loop) == 0:
             uv.uv_loop_close(loop)
+
+
+def check_fork() -> None:
+    """Raises: ForkedProcess, if CUDA was used before this process was forked."""
+    if torch.cuda._is_in_bad_fork():
+        raise ForkedProcess(
+            "CUDA was used in the process of which this one is a fork, and does not "
+            "survive that; start processes with the method 'spawn' or 'forkserver'"
+        )
 
 
 log_level = LogLevel()
