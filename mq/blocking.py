@@ -19,7 +19,7 @@ from mq.errors import CodecError as _CodecError
 from mq.membership import Membership
 from mq.message import CLEAR, KEEP_ALL, History, Message, check_topic
 from mq.options import switch
-from mq.seconds import deadline_after
+from mq.seconds import PLAIN, deadline_after
 
 if TYPE_CHECKING:
     from mq.buffers import Pool
@@ -96,7 +96,9 @@ class BlockingQueue(Membership):
             MessageTooLarge, CodecError: Some subscriber would refuse it; nobody got it.
             Closed: The queue is closed.
         """
-        if not (retain or urgent):
+        if not (retain or urgent) and (
+            timeout is None or (type(timeout) in PLAIN and timeout >= 0)
+        ):
             known = self._known.get(topic)
             if known is not None and known.gate.publish(payload, self._lock):
                 return
@@ -291,8 +293,9 @@ class BlockingQueue(Membership):
         if self._stranded:
             self._driver.put_back()
         box: list[Any] = [None]  # what is taken is in the inbox or in there
+        waits = timeout is None or (type(timeout) in PLAIN and timeout >= 0)
         try:
-            if self._pop_ready(self._driver, self._inbox, box):
+            if waits and self._pop_ready(self._driver, self._inbox, box):
                 return box[0]  # type: ignore[no-any-return]
             if not self._take(box, timeout):
                 raise RecvTimeout(f"{self!r}: no message within {timeout:g} s")

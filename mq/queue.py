@@ -153,6 +153,7 @@ class MQ(BlockingQueue):
         timeout: float | None = None,
     ) -> None:
         """`publish` for asyncio; cancelled while it waits, it did nothing."""
+        deadline_after(timeout)  # a bad one is refused even where nothing is waited for
         await _let_others_run()
         known = None if retain or urgent else self._known.get(topic)
         if known is not None and known.gate.publish(payload, self._lock):

@@ -9,6 +9,9 @@ from numbers import Integral, Rational, Real
 LONGEST = threading.TIMEOUT_MAX / 2
 """Over a hundred years; a lock takes no more than twice that."""
 
+PLAIN = frozenset({float, int})
+"""Types of numbers that need no closer look, as those of NumPy's and bool do."""
+
 
 def positive_seconds(what: str, value: float) -> float:
     """A time that somebody gave for something.
@@ -44,7 +47,7 @@ def deadline_after(timeout: float | None) -> float | None:
 
 
 def _check_type(what: str, value: object) -> None:
-    if type(value) is float or type(value) is int:
+    if type(value) in PLAIN:
         return
     # A number of NumPy's, but no Fraction, which has no format for messages.
     whole = isinstance(value, Integral) or not isinstance(value, Rational)

@@ -65,6 +65,23 @@ def test_a_time_that_is_none_is_refused(pair: Pair, call: str, time: Any) -> Non
     assert pair[1].recv(timeout=10).payload == "and goes on"
 
 
+@pytest.mark.parametrize("time", [-1, float("nan"), "1", True], ids=repr)
+def test_it_is_refused_where_nothing_is_waited_for(pair: Pair, time: Any) -> None:
+    """With messages that are there, and room for more: on the short ways, too."""
+    a, b = pair
+    b.subscribe("t", timeout=10)
+    for number in range(50):
+        a.publish("t", number)
+        for call in (a.publish, lambda *m, **at: asyncio.run(a.apublish(*m, **at))):
+            with pytest.raises((TypeError, ValueError), match="timeout is "):
+                call("t", "not this", timeout=time)
+    a.flush(timeout=10)
+    for number in range(50):
+        with pytest.raises((TypeError, ValueError), match="timeout is "):
+            b.recv(timeout=time)
+        assert b.recv(timeout=10).payload == number
+
+
 @pytest.mark.parametrize("time", [float("inf"), 1e300, 2**70, sys.maxsize])
 def test_any_time_may_be_waited(pair: Pair, time: float) -> None:
     """By the thread that watches the engine, and by others that wait beside it."""
