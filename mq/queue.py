@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mq import settings
 from mq.blocking import BlockingQueue
@@ -18,6 +16,9 @@ from mq.options import switch
 from mq.process import out_of_descriptors
 from mq.seconds import deadline_after
 from mq.undisturbed import Stopper, undisturbed
+
+if TYPE_CHECKING:
+    import asyncio  # which takes as long as all of ours; who uses it has imported it
 
 LOOP_SECONDS: Final = 0.005
 """How long calls of `arecv` and `apublish` that need not wait keep an event loop."""
@@ -199,6 +200,9 @@ class MQ(BlockingQueue):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        import asyncio
+        from concurrent.futures import ThreadPoolExecutor
+
         # Not asyncio's own threads: calls that this is to end may have them all.
         executor = ThreadPoolExecutor(1, "mq-close")
         closing = asyncio.get_running_loop().run_in_executor(executor, self.close)
@@ -209,6 +213,8 @@ class MQ(BlockingQueue):
 
     @contextlib.contextmanager
     def _wakeups(self) -> Iterator[asyncio.Event]:
+        import asyncio
+
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
 
@@ -231,6 +237,8 @@ async def _let_others_run() -> None:
     """
     before = _loop.ran_at
     if time.monotonic() - before > LOOP_SECONDS:
+        import asyncio
+
         await asyncio.sleep(0)
         _note_turn(before)
 
@@ -248,6 +256,8 @@ async def _wait(event: asyncio.Event, deadline: float | None) -> bool:
         left = deadline - time.monotonic()
         if left <= 0.0:
             return False
+        import asyncio
+
         # Not `asyncio.wait_for`, which up to Python 3.11 returns in spite of `cancel`
         # where the event was set just before.
         timer = asyncio.get_running_loop().call_later(left, event.set)
