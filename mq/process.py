@@ -17,6 +17,8 @@ from typing import Final, NamedTuple
 
 _DEAD_STATES: Final = ("Z", "X", "x")
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
+_MOST_PID: Final = 2**31 - 1
+"""The kernel's type: what a peer says beyond it is the id of no process."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class ProcessWatch:
         self._lock = threading.Lock()
         self._fd: int | None = None
         self._ended = False
-        self._comparable = process.pid > 0 and process.same_kernel(here())
+        self._comparable = 0 < process.pid <= _MOST_PID and process.same_kernel(here())
         if self._comparable:
             self._open()
 

@@ -100,6 +100,15 @@ def test_nothing_is_known_of_incomparable_processes(change: dict[str, int]) -> N
     assert watch.fileno() is None
 
 
+@pytest.mark.parametrize("pid", [2**31, 2**40, 2**63])
+def test_nothing_is_known_of_what_is_no_process_id(pid: int) -> None:
+    """A peer may say any number; the system takes only some, and raises at others."""
+    watch = ProcessWatch(dataclasses.replace(process.here(), pid=pid))
+
+    assert watch.fileno() is None
+    assert watch.ended() is None
+
+
 def _refuse(_pid: int) -> int:
     raise PermissionError(1, "refused by a sandbox")
 
