@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.handshake import Greeting, Handshake, Refusal, VersionMismatch
 from mq.mesh.wire import Malformed
+from mq.process import ProcessId
 from mq.transport import Event, What
 
 GREETING = World().config("someone").greeting()
@@ -344,3 +346,24 @@ def test_greetings_tell_all_that_a_peer_needs() -> None:
         GREETING, session="id", received=7, leaving=True, peer_timeout=None, to="b-1"
     )
     assert listener.greeting(dialler.seal(wire.GREETING, full)) == full
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": ""},
+        {"name": "n" * 256},
+        {"name": "a\nb"},
+        {"incarnation": ""},
+        {"labels": ["\x1b[2J"]},
+        {"addresses": ["tcp://\0"]},
+        {"process": ProcessId("a\rb", 1, "", 0, 0)},
+    ],
+)
+def test_a_greeting_that_nobody_could_print_is_malformed(change: Any) -> None:
+    """Logs and errors show it, and sessions are known by it."""
+    dialler, listener = pair()
+    assert dialler.check_challenge(listener.challenge(dialler.hello()))
+    odd: Greeting = msgspec.structs.replace(GREETING, **change)
+    with pytest.raises(Malformed):
+        listener.greeting(dialler.seal(wire.GREETING, odd))

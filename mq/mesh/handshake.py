@@ -23,6 +23,7 @@ from mq.process import ProcessId
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 MAX_GREETING_BYTES: Final = 64 * 1024
+MAX_NAME_CHARACTERS: Final = 255
 _PREFIX = struct.Struct("<B6sH")  # kind, magic, protocol version
 
 
@@ -103,6 +104,16 @@ def _check_prefix(raw: bytes, nbytes: int) -> None:
         )
 
 
+def _check_texts(greeting: Greeting) -> None:
+    """Raises: Malformed, if what logs, errors and `members` show is not fit for it."""
+    name, host = greeting.name, greeting.process.host
+    if not 1 <= len(name) <= MAX_NAME_CHARACTERS or not greeting.incarnation:
+        raise Malformed(f"greeting of a member called {name[:50]!r}")
+    for text in (name, host, *greeting.labels, *greeting.addresses):
+        if not text.isprintable():
+            raise Malformed(f"greeting with {text[:50]!r}, which cannot be printed")
+
+
 class Handshake:
     """One side of the exchange on one connection; the mesh moves the bytes.
 
@@ -180,9 +191,11 @@ class Handshake:
         if body is None:
             return None
         try:
-            return _greeting.decode(body)
+            greeting = _greeting.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise Malformed(f"greeting: {error}") from error
+        _check_texts(greeting)
+        return greeting
 
     def refusal(self, raw: bytes) -> tuple[Refusal, bool]:
         """The peer's refusal, and whether it is proven to come from the group."""
