@@ -234,6 +234,14 @@ class Conn(ABC):
         """
         raise ValueError(f"{self.address} lends no memory")
 
+    def guard(self, most_bytes: int | None) -> None:
+        """Break the connection if the peer sends more than that in all; None: do not.
+
+        The mesh says so until a peer has proven who it is. An engine that takes memory
+        for no more than a message of the largest size needs nothing of the kind.
+        """
+        return
+
     def quiet_seconds(self) -> float | None:
         """For how long nothing of the peer has come to this host; None: not known.
 

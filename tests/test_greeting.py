@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from scripted import ScriptedConn
 from world import World
+
+from mq.mesh.greeting import STRANGER_BYTES
 
 
 @pytest.mark.parametrize("dials", ["they", "it"])
@@ -45,3 +48,18 @@ def test_what_was_granted_ends_with_the_session_that_it_was_to_resume() -> None:
         assert member.publish("t", b"x")
         world.settle()
         assert other.payloads() == [b"x"]
+
+
+@pytest.mark.parametrize("secret", [b"secret", b"a wrong one"])
+def test_only_who_proves_the_secret_may_send_any_amount(
+    monkeypatch: pytest.MonkeyPatch, secret: bytes
+) -> None:
+    """Engines that bound nothing by themselves are told to."""
+    said: list[int | None] = []
+    monkeypatch.setattr(ScriptedConn, "guard", lambda conn, most: said.append(most))
+    world = World("a")
+    world.join("b", secret=secret)
+    world.advance(0.1)
+
+    assert said[:2] == [STRANGER_BYTES, None][: 1 + (secret == b"secret")]
+    assert (None in said) == (secret == b"secret")

@@ -33,6 +33,9 @@ class Accepted(ZmqConn):
     def quiet_seconds(self) -> float | None:
         return quiet_seconds(self.fd)
 
+    def guard(self, most_bytes: int | None) -> None:
+        self.port.link.guard(self.fd, most_bytes)
+
     def fail(self, reason: str, finished: bool = False) -> None:
         if not self.reason:
             self._router.lost[self] = self.port.taken
@@ -202,6 +205,7 @@ class Router:
         self._farewells[conn.identity] = None
         self._say_goodbye()
         self.port.link.keep(self.port)
+        self.port.link.sent_away(conn.fd)
 
     def _say_goodbye(self) -> None:
         for identity in list(self._farewells):

@@ -39,6 +39,7 @@ from mq.transport import (
 )
 from transports._zmq_conns import FAILURES, IN, NOW, WHOLE_BYTES, Dialled, Port
 from transports._zmq_router import LISTENER, Accepted, Router
+from transports._zmq_strangers import SILENT_BYTES, Strangers, inode
 
 _HANDSHAKE_MS = 5000
 _DAY_MS = 24 * 3600 * 1000
@@ -120,7 +121,8 @@ class ZmqLink(Link):
             raise ValueError(f"wires are 'ipc', 'tcp' or both, not {wires!r}")
         self.hwm = options.whole("hwm", hwm, 2, 1 << 20)
         self.malformed = 0
-        self._strangers: set[int] = set()
+        self._silent: set[int] = set()
+        self._strangers = Strangers()
         self.busy: dict[Port, None] = {}
         self.dialled: dict[bytes, Dialled] = {}
         self.descriptors: dict[tuple[bytes, int], int] = {}
@@ -288,7 +290,7 @@ class ZmqLink(Link):
             name, event, _ = parts
             code, fd = struct.unpack("=HI", event)
             if code in _UP:
-                self.descriptors[name, fd] = _inode(fd)
+                self.descriptors[name, fd] = inode(fd)
             elif code in _DOWN:
                 self.descriptors.pop((name, fd), None)
             if name == LISTENER:
@@ -300,17 +302,35 @@ class ZmqLink(Link):
 
     def spoke(self, fd: int) -> None:
         """The connection on this descriptor has sent a message, good or bad."""
-        self._strangers.discard(fd)
+        self._silent.discard(fd)
+        self._strangers.forget(fd)
+
+    def guard(self, fd: int, most_bytes: int | None) -> None:
+        """As `Conn.guard`, for the accepted connection on a descriptor."""
+        if most_bytes is None:
+            self._strangers.forget(fd)
+        elif (LISTENER, fd) in self.descriptors:
+            self._strangers.add(fd, most_bytes)
+
+    def sent_away(self, fd: int) -> None:
+        """The peer on a descriptor was told to go; see that it does."""
+        if (LISTENER, fd) in self.descriptors:
+            self._strangers.add(fd, None)
 
     def _saw_listener(self, code: int, fd: int) -> None:
         """Count the connections that end without a message: they speak no ZeroMQ."""
         if code == zmq.EVENT_ACCEPTED:
-            self._strangers.add(fd)
-        elif code in FAILURES and fd in self._strangers:
-            self._strangers.discard(fd)
-            self.malformed += 1
+            self._silent.add(fd)
+            self._strangers.add(fd, SILENT_BYTES)
+        elif code in FAILURES or code in _DOWN:
+            self._strangers.forget(fd)
+            if code in FAILURES and fd in self._silent:
+                self._silent.discard(fd)
+                self.malformed += 1
 
     def poll(self) -> Iterator[Event]:
+        if self._strangers.known and self._open:
+            self._silent.update(self._strangers.look())  # as good as no message
         signalled = self._epoll.poll(0, 64) if self._open else []
         if not signalled and not self.busy:
             return
@@ -354,8 +374,8 @@ class ZmqLink(Link):
         self._open = False
         self._epoll.close()
         _abandoned.append((self._context, dict(self._ports)))
-        for (_, fd), inode in self.descriptors.items():
-            if inode and _inode(fd) == inode:
+        for (_, fd), known in self.descriptors.items():
+            if known and inode(fd) == known:
                 os.close(fd)
 
 
@@ -363,11 +383,3 @@ class ZmqIpcLink(ZmqLink):
     """`ZmqLink` over unix sockets alone, which reach no other host."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(reach="host")
-
-
-def _inode(fd: int) -> int:
-    """Tells whether a descriptor still is the socket that it was; 0: it is closed."""
-    try:
-        return os.fstat(fd).st_ino
-    except OSError:
-        return 0

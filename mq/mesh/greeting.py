@@ -23,6 +23,8 @@ logger = Log(__name__)
 
 GREET_SECONDS: Final = 5.0
 """How long an accepted connection may take to greet."""
+STRANGER_BYTES: Final = 1 << 20
+"""What an accepted connection may send before its peer has proven who it is."""
 FAILED_ROUNDS: Final = 8
 """Of a dial that took some two seconds: then it is no collision of two dials."""
 FATAL: Final = frozenset(
@@ -44,6 +46,7 @@ class Greetings(Dialling):
         mesh = self._mesh
         if event.what is What.ACCEPTED:
             self._make_room()
+            conn.guard(STRANGER_BYTES)
             deadline = mesh.clock() + GREET_SECONDS
             self._greeters[conn] = Greeter(mesh.config.secret, None, deadline)
             return
@@ -176,6 +179,7 @@ class Greetings(Dialling):
             welcome = mesh.config.greeting(probe=True)
             self._send(conn, greeter, shake.seal(wire.WELCOME, welcome))
             return
+        conn.guard(None)
         old = mesh.sessions.get(greeting.incarnation)
         if old is not None and greeting.session == old.id:
             greeter.granted = Granted(greeting, old.id, old)

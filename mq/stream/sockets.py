@@ -14,6 +14,9 @@ from mq import addresses
 _LAST_DATA_RECV: Final = 52
 """Where `struct tcp_info` has the milliseconds since data was received."""
 _MILLISECONDS: Final = struct.Struct("@I")
+_BYTES_RECEIVED: Final = 128
+"""Where it has the bytes received in all; since Linux 4.1."""
+_BYTES: Final = struct.Struct("@Q")
 
 
 def bound_tcp(address: str) -> socket.socket:
@@ -39,15 +42,23 @@ def bound_tcp(address: str) -> socket.socket:
 
 def quiet_seconds(fd: int) -> float | None:
     """For how long nothing has come to a TCP socket; None: it is none, or not Linux."""
+    told = _tcp_info(fd, _LAST_DATA_RECV, _MILLISECONDS)
+    return None if told is None else told / 1000
+
+
+def received_bytes(fd: int) -> int | None:
+    """How much has come to a TCP socket in all; None as for `quiet_seconds`."""
+    return _tcp_info(fd, _BYTES_RECEIVED, _BYTES)
+
+
+def _tcp_info(fd: int, at: int, field: struct.Struct) -> int | None:
     if sys.platform != "linux":  # the structure is Linux's
         return None
     try:
         # A copy: the descriptor is the engine's, and an interrupt may close ours.
         with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as sock:
-            told = sock.getsockopt(
-                socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4
-            )
-        return float(_MILLISECONDS.unpack_from(told, _LAST_DATA_RECV)[0]) / 1000
+            told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + field.size)
+        return int(field.unpack_from(told, at)[0])
     except (OSError, struct.error):
         return None
 

@@ -1,0 +1,97 @@
+"""Accepted connections of ZeroMQ's whose peers have proven nothing, or were sent away.
+
+ZeroMQ bounds the parts of a message and the messages that wait, but not the parts of a
+message that never ends: it keeps them all. Nor can a ROUTER hang up on a peer. So of
+such connections the kernel's counter is looked at, and the socket is shut down under
+the engine where a peer sends too much or stays for too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from typing import Final, NamedTuple
+
+from mq.stream.sockets import received_bytes
+
+STRANGER_SECONDS: Final = 10.0
+"""How long a peer may stay that proves nothing; the mesh gives it half of that."""
+MOST_STRANGERS: Final = 512
+"""Beyond, the one that has been there for longest has to go."""
+SILENT_BYTES: Final = 1 << 20
+"""What a peer may send before its first message is complete, which has no content."""
+_LOOK_SECONDS: Final = 0.05
+
+
+class _Stranger(NamedTuple):
+    """What is known of one.
+
+    Attributes:
+        inode: Of its socket, as the engine may have closed that descriptor.
+        until: When it has to be gone, by `time.monotonic`.
+        most_bytes: What it may send until then; None: any amount.
+    """
+
+    inode: int
+    until: float
+    most_bytes: int | None
+
+
+class Strangers:
+    """Those of one link.
+
+    Attributes:
+        known: By the descriptors of their sockets, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, _Stranger] = {}
+        self._look_at = 0.0
+
+    def add(self, fd: int, most_bytes: int | None) -> None:
+        """Look after a connection from now on."""
+        until = time.monotonic() + STRANGER_SECONDS
+        self.known.pop(fd, None)
+        self.known[fd] = _Stranger(inode(fd), until, most_bytes)
+        if len(self.known) > MOST_STRANGERS:
+            self._hang_up(next(iter(self.known)))
+
+    def forget(self, fd: int) -> None:
+        """The peer has proven who it is, or the connection is over; idempotent."""
+        self.known.pop(fd, None)
+
+    def look(self) -> list[int]:
+        """Hang up on those who do what no member does; who has sent too much."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return []
+        self._look_at = now + _LOOK_SECONDS
+        too_much = []
+        for fd, stranger in list(self.known.items()):
+            received = None if stranger.most_bytes is None else received_bytes(fd)
+            if received is not None and received > (stranger.most_bytes or 0):
+                too_much.append(fd)
+                self._hang_up(fd)
+            elif now >= stranger.until:
+                self._hang_up(fd)
+        return too_much
+
+    def _hang_up(self, fd: int) -> None:
+        """Have the engine find that the connection has ended."""
+        known = self.known[fd].inode
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            # A copy: by its own number it could be another file of this process.
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                if known and inode(copy.fileno()) == known:
+                    copy.shutdown(socket.SHUT_RDWR)
+        del self.known[fd]
+
+
+def inode(fd: int) -> int:
+    """Tells whether a descriptor still is the socket that it was; 0: it is closed."""
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return 0
