@@ -58,7 +58,7 @@ class BlockingQueue(Membership):
         self._whole = speed.Lock  # one for each call: it is for its own thread
         self._stranded = self._driver.stranded
         self._take = self._driver.take
-        self._known = self._mesh.publisher.topics
+        self._known = self._mesh.publisher.used
         self._lock = self._driver.lock
         self._encode = codec.encode
         self._decode = codec.decode

@@ -202,3 +202,48 @@ def test_a_large_message_without_credit_takes_no_memory() -> None:
     world.advance(0.5)
     assert b.mesh.stats.malformed >= 1
     assert b.taken == [len(LARGE)] * 2
+
+
+def _ask(world: World, *topics: str, first: int = 1000) -> None:
+    """Have a's peer subscribe as no member does: its mesh knows nothing of it."""
+    requests = [
+        wire.Subscribe(first + n, topic, None, 1, 1) for n, topic in enumerate(topics)
+    ]
+    world["b"].session(world["a"]).control(wire.SUBSCRIBE, requests)
+    world.settle()
+
+
+@pytest.mark.parametrize(
+    "topics", [["x", "x"], ["t"], [""], ["x" * 256], ["x", "y" * 256]], ids=len
+)
+def test_what_no_member_subscribes_to_breaks_the_connection(topics: list[str]) -> None:
+    """A topic with thousands of subscriptions would hold everybody up."""
+    world = subscribed()
+    mesh = world["a"].mesh
+    before = set(mesh.publisher.topics)
+    _ask(world, *topics)
+
+    assert mesh.stats.malformed
+    assert set(mesh.publisher.topics) == before
+
+
+def test_topics_that_only_peers_have_named_go_with_them() -> None:
+    """Else a peer could have any number of them kept."""
+    world = subscribed()
+    mesh = world["a"].mesh
+    before = set(mesh.publisher.topics)
+    for number in range(3):
+        _ask(world, "x", "y", first=1000 + 2 * number)
+        assert set(mesh.publisher.topics) == {*before, "x", "y"}
+        for of in range(2):
+            told = 1000 + 2 * number + of
+            world["b"].session(world["a"]).control(wire.UNSUBSCRIBE, told)
+        world.settle()
+        assert set(mesh.publisher.topics) == before
+    _ask(world, "x", first=2000)
+    assert world["a"].publish("x", b"named here, too")
+    world["b"].session(world["a"]).control(wire.UNSUBSCRIBE, 2000)
+    world.settle()
+
+    assert set(mesh.publisher.topics) == {*before, "x"}
+    assert not mesh.stats.malformed

@@ -253,10 +253,11 @@ class Backlog:
             self.number = max(self.number, self.frames[-1].number)
         self.batch_at = None
         leaving = {feed for f in self.frames for feed, _ in f.completes or ()}
+        busy = set(self.busy)
         for feed in self.feeds.values():
             begun = feed in leaving or feed.progress is not None
             feed.on_wire = feed.keep is not None and begun
-            if feed not in self.busy:
+            if feed not in busy:
                 self.busy.append(feed)
 
     def unsent(self, topic: Topic, message: Outgoing) -> bool:

@@ -13,6 +13,7 @@ from mq.mesh.large import INLINE_BYTES, Cutting, Large, Take, cut, whole
 from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.poller import cores
 from mq.mesh.wire import Malformed, Subscribe, Subscribed
+from mq.message import MAX_TOPIC_BYTES
 
 if TYPE_CHECKING:
     from mq.frames import Frames
@@ -26,16 +27,28 @@ MAX_FEEDS_PER_PEER = 65536
 
 
 class Publisher:
-    """Topics of this member and the feeds of their subscribers."""
+    """Topics of this member and the feeds of their subscribers.
+
+    Attributes:
+        topics: All that some peer is subscribed to, and those in `used`.
+        used: Those that this member has named itself; others go with their last feed.
+    """
 
     def __init__(self, take: Take, cutting: Cutting) -> None:
         self.topics: dict[str, Topic] = {}
+        self.used: dict[str, Topic] = {}
         self._take = take
         self._cutting = cutting
         self._to_fill: tuple[Block, Frames] | None = None
 
     def topic(self, name: str) -> Topic:
         """The topic of this name, made when first asked for."""
+        topic = self.used.get(name)
+        if topic is None:
+            topic = self.used[name] = self._listed(name)
+        return topic
+
+    def _listed(self, name: str) -> Topic:
         topic = self.topics.get(name)
         if topic is None:
             topic = self.topics[name] = Topic(name)
@@ -199,14 +212,8 @@ class Publisher:
         """
         feeds: dict[int, Feed] = {}
         answers = []
-        for request in requests:
-            if request.subscription in session.feeds:
-                continue  # an interrupt made the peer's frame come again
-            if len(session.feeds) + len(feeds) >= MAX_FEEDS_PER_PEER:
-                raise Malformed("too many subscriptions")
-            if request.subscription in feeds:
-                raise Malformed("the same subscription twice")
-            topic = self.topic(request.topic)
+        for request in self._new(session, requests):
+            topic = self._listed(request.topic)
             feed = feeds[request.subscription] = Feed(
                 session,
                 topic,
@@ -229,6 +236,23 @@ class Publisher:
         session.number = frame.number
         for feed in feeds.values():
             self._adopt(feed)
+
+    def _new(self, session: Session, requests: Sequence[Subscribe]) -> list[Subscribe]:
+        """Those not sent again. Raises: Malformed, if one of them cannot be met."""
+        found = [r for r in requests if r.subscription not in session.feeds]
+        if len(session.feeds) + len(found) > MAX_FEEDS_PER_PEER:
+            raise Malformed("too many subscriptions")
+        ids, names = {r.subscription for r in found}, {r.topic for r in found}
+        if len(ids) < len(found) or len(names) < len(found):
+            raise Malformed("the same subscription twice")
+        for name in names:
+            if not 0 < len(name.encode()) <= MAX_TOPIC_BYTES:
+                raise Malformed(f"a subscription to a topic of {len(name)} characters")
+            # Each change of a topic takes as long as it has subscriptions.
+            topic = self.topics.get(name)
+            if topic and any(feed.session is session for feed in topic.feeds):
+                raise Malformed(f"two subscriptions to {name!r}")
+        return found
 
     @staticmethod
     def _adopt(feed: Feed) -> None:
@@ -306,8 +330,7 @@ class Publisher:
             self._drop(feed)
         session.feeds.clear()
 
-    @staticmethod
-    def _drop(feed: Feed) -> None:
+    def _drop(self, feed: Feed) -> None:
         feed.end()  # first, so that nothing looks for its messages after an interrupt
         if feed in feed.session.busy:
             feed.session.busy.remove(feed)
@@ -315,16 +338,23 @@ class Publisher:
             feed.topic.feeds.remove(feed)
             feed.topic.refresh()
         feed.topic.trim()
+        self._unlist(feed.topic)
+
+    def _unlist(self, topic: Topic) -> None:
+        """Forget a topic that nobody has to do with any more."""
+        if not topic.feeds and topic.name not in self.used:
+            self.topics.pop(topic.name, None)
 
     def repair(self, sessions: Sequence[Session]) -> None:
         """Derive again what an exception may have left undone."""
         alive = set(sessions)
-        for topic in self.topics.values():
+        for topic in list(self.topics.values()):
             for feed in list(topic.feeds):
                 if feed.session in alive:
                     self._adopt(feed)
                 else:
                     self._drop(feed)
+            self._unlist(topic)
             topic.refresh()
             topic.total()  # it may still refer to messages that have left the log
             self._own_all(logged[1] for logged in topic.view[2])

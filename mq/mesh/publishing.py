@@ -71,7 +71,7 @@ class Publishing(Waiting):
     def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
         super().__init__(mesh, poller, where)
         self._publisher = mesh.publisher
-        self._topics = mesh.publisher.topics
+        self._topics = mesh.publisher.used
         lenders = [link.lender for link in mesh.links if link.lender is not None]
         self._lender = lenders[0] if lenders else None
         self.devices = frozenset[str]().union(*(link.devices for link in mesh.links))
@@ -219,7 +219,7 @@ class Publishing(Waiting):
         All of the transport's, while nobody listens.
         """
         with self.lock:
-            topic = self._topics.get(name)
+            topic = self._publisher.topics.get(name)
             found = None if topic is None else self._publisher.carried(topic)
         return self.devices if found is None else frozenset(found)
 
