@@ -33,7 +33,7 @@ class Settings:
     listen: tuple[str, ...]
     attach_to: tuple[str, ...]
     labels: tuple[str, ...]
-    secret: bytes | None
+    secret: bytes | None = field(repr=False)
     connect_timeout: float
     peer_timeout: float | None
     max_message_bytes: int

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from world import World
 
 import mq
 from mq import settings
@@ -143,3 +144,14 @@ def test_the_largest_message_is_bounded_by_the_memory() -> None:
 
     assert found.max_message_bytes <= settings.FOUR_GIB
     assert found.max_message_bytes <= settings.memory_bytes() // 2
+
+
+def test_a_secret_is_not_shown() -> None:
+    """Logs and tracebacks with local variables show settings."""
+    known = "not to be read in a log"
+    resolved = resolve(backend="inproc", group="g", secret=known)
+    config = World().config("a", secret=known.encode())
+
+    assert resolved.secret == known.encode()
+    assert known not in repr(resolved)
+    assert known not in repr(config)

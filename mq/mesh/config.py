@@ -49,7 +49,7 @@ class Config:
     generation: int = 0
     labels: list[str] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     peer_timeout: float | None = 10.0
     max_message_bytes: int = 1 << 32
     versions: dict[str, str] = field(default_factory=dict)
