@@ -117,6 +117,9 @@ def _check(fd: int, nbytes: int) -> None:
     # Without this seal its owner could end this process with a SIGBUS.
     if not seals & fcntl.F_SEAL_SHRINK:
         raise ValueError("a segment of shared memory is not sealed")
+    # Nor has the system a page of that size for every reader, or room beside the map.
+    if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
+        raise ValueError("a segment of shared memory is of huge pages alone")
     if not 0 < nbytes <= os.fstat(fd).st_size:
         raise ValueError(f"a segment of shared memory has no {nbytes} bytes")
 

@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import random
+import resource
 import select
 import socket
 import struct
@@ -296,7 +297,24 @@ def empty() -> int:
     return fd
 
 
+def of_huge_pages() -> int:
+    """Sealed, and yet a SIGBUS for who reads it where no such page is free."""
+    fd = os.memfd_create("fake", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    os.ftruncate(fd, os.fstatvfs(fd).f_bsize)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+
+
+def _has_huge_pages() -> bool:
+    try:
+        os.close(of_huge_pages())
+    except OSError:  # the kernel was built without them
+        return False
+    return True
+
+
 FAKES: list[MakeDescriptor] = [
+    *([of_huge_pages] if _has_huge_pages() else []),
     a_pipe,
     a_file,
     a_directory,
@@ -335,6 +353,29 @@ def test_what_is_no_sealed_memory_breaks_the_connection(
             assert not conn.descriptors
             good.sendall(SIZES.pack(4, 0) + b"head")
             world.arrive(world.members[0].received.setdefault(other, []), 1)
+
+
+def test_segments_that_cannot_be_mapped_do_not_take_all_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer may say that they are larger than any process could have."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (16, 16))
+    size = 1 << 52
+    with World(make, 1) as world, dial_raw(world) as sock:
+        conn = accepted(world)
+        fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        for number in range(4):
+            socket.send_fds(sock, [note(1, number, size)], [fd])
+        sock.sendall(SIZES.pack(4, 0) + b"head")
+        received = world.members[0].received
+        world.arrive(received.setdefault(conn, []), 1)
+        assert conn.kept == 4
+        socket.send_fds(sock, [note(1, 4, size)], [fd])
+        os.close(fd)
+        assert "no member does" in broken(world, conn)
+        assert not conn.kept
 
 
 def test_a_well_made_note_of_a_stranger_is_taken() -> None:

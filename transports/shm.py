@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -41,6 +42,8 @@ _SEGMENT, _FORGET = 1, 2
 _PROOF_BYTES: Final = 16
 _MOST_BORROWED: Final = 4 * MOST_SEGMENTS
 """Segments of one peer, some of which it may be about to take back."""
+_KEPT_SHARE: Final = 4
+"""This part of the descriptors may be kept for segments that cannot be mapped."""
 
 
 class ShmConn(DescriptorConn):
@@ -162,6 +165,10 @@ class ShmConn(DescriptorConn):
             try:
                 self._mappings[number] = Mapping(fd, nbytes)
             except OSError as error:
+                if not self.shm.may_keep_one_more():
+                    raise ValueError(
+                        f"more segments than can be mapped or kept ({error})"
+                    ) from error
                 keep = True
                 self._mappings[number] = Unmapped(fd, nbytes)
                 self.shm.cannot_map(nbytes, error)
@@ -171,6 +178,11 @@ class ShmConn(DescriptorConn):
             if not keep:
                 os.close(fd)
             self.shm.keep_spare()
+
+    @property
+    def kept(self) -> int:
+        """How many descriptors of segments it keeps, which cannot be mapped."""
+        return sum(isinstance(m, Unmapped) for m in self._mappings.values())
 
     def _receive_with(self, target: memoryview) -> int:
         try:
@@ -289,6 +301,15 @@ class ShmLink(StreamLink):
 
     def is_routable(self, address: str) -> bool:
         return False
+
+    def may_keep_one_more(self) -> bool:
+        """Whether one more segment may take a descriptor, as it cannot be mapped.
+
+        A peer chooses how large its segments are, and so whether they can be.
+        """
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        kept = sum(conn.kept for conn in self.conns if isinstance(conn, ShmConn))
+        return most == resource.RLIM_INFINITY or kept < most // _KEPT_SHARE
 
     def cannot_map(self, nbytes: int, error: OSError) -> None:
         """Memory of a peer is copied from, and not read in place."""
