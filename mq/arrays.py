@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -29,6 +30,8 @@ _REPEATED: Final = frozenset("biufcmM")
 _known: Final = Descriptions()
 _MAX_ITEM_BYTES: Final = 2**31 - 1
 _MAX_NESTED_DTYPES: Final = 16
+_MOST_LOOKS: Final = 16
+"""How often the bytes of an item may be looked at, as bools of fields that overlap."""
 
 
 def pack_array(packer: Packer, array: AnyArray, depth: int) -> Any:
@@ -239,9 +242,21 @@ def _struct_dtype(itemsize: Any, fields: list[Any], nested: int) -> AnyDType:
         names.append(name)
         formats.append(dtype)
         offsets.append(offset)
+    if sum(map(_bool_bytes, formats)) > _MOST_LOOKS * itemsize:
+        raise CodecError(f"bools of {len(names)} fields of a NumPy dtype overlap")
     return np.dtype(
         {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
     )
+
+
+def _bool_bytes(dtype: AnyDType) -> int:
+    """Bytes of an item that are bools, those of fields that overlap again and again."""
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return math.prod(shape) * _bool_bytes(base)
+    if dtype.names is not None and dtype.fields is not None:
+        return sum(_bool_bytes(dtype.fields[name][0]) for name in dtype.names)
+    return int(dtype.kind == "b")
 
 
 def _scalar_types() -> set[type]:

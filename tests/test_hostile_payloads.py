@@ -115,6 +115,25 @@ def test_bools_from_outside_are_zero_or_one(readonly: bool) -> None:
     assert np.array(scalar).tobytes() == b"\x01"
 
 
+@pytest.mark.parametrize(
+    ("count", "kind"), [(17, "|b1"), (2, ["subarray", "|b1", 8]), (17, "|u1")], ids=str
+)
+def test_overlapping_bools_do_not_multiply_the_work(count: int, kind: Any) -> None:
+    """Each is looked at: a thousand fields of one byte would be a thousand looks."""
+    name = ["struct", 1, *([f"{n}", 0, kind] for n in range(count))]
+    if type(kind) is list:
+        inner = ["struct", 8, *([f"{n}", 0, kind] for n in range(9))]
+        name = ["struct", 8, *([f"{n}", 0, inner] for n in range(count))]
+    raw = bytes(8)
+    skeleton = pack(Ext(ext.ARRAY, pack([name, 8 // name[1]])))
+    area = assemble(skeleton, (memoryview(raw),), frozenset()).pack()
+    if kind == "|u1":
+        assert len(CODEC.decode(memoryview(bytearray(area)))) == 8
+        return
+    with pytest.raises(CodecError, match="overlap"):
+        CODEC.decode(memoryview(bytearray(area)))
+
+
 def tensor_ext(*body: Any, code: int = ext.TENSOR) -> bytes:
     """A skeleton of one array, tensor or scalar."""
     return pack(Ext(code, pack(list(body))))
