@@ -217,6 +217,33 @@ def test_a_service_that_does_not_know_the_secret_is_refused() -> None:
     assert SECRET not in seen[0]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"records": 7},
+        {"records": [None]},
+        {"records": [{}]},
+        {"records": [{"record": record("x").to_json(), "age": 0.0}], "more": True},
+    ],
+    ids=str,
+)
+def test_a_service_that_answers_nonsense_ends_nothing(
+    served: service.Service, answer: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows the secret, so it may be any member's; records never end, perhaps."""
+    with contextlib.closing(meet(port_of(served))) as ours:
+        mine = ours.claim(record("a")).record
+        monkeypatch.setattr(served, "_answer", lambda request: answer)
+        with pytest.raises(ValueError, match="the rendezvous service sent"):
+            ours.records()
+        ours.renew(mine)
+        monkeypatch.undo()
+        eventually(lambda: names(ours) == ["a"])
+        ours.renew(mine)
+        eventually(lambda: [entry.record.name for entry in ours.recent()] == ["a"])
+
+
 def test_another_program_at_the_address_is_named() -> None:
     """A port in use by something else is told apart from a wrong secret."""
 

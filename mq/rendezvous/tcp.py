@@ -29,6 +29,7 @@ from mq.errors import (
 )
 from mq.rendezvous.channel import Address, Channel
 from mq.rendezvous.directory import DirectoryStore
+from mq.rendezvous.memory import MAX_NAMES
 from mq.rendezvous.paths import local_base
 from mq.rendezvous.record import Claim, Entry, Record
 from mq.rendezvous.service import Service, listen
@@ -183,18 +184,22 @@ class TcpStore(Store):
         return Claim(won, None)
 
     def records(self) -> list[Entry]:
-        entries: list[Entry] = []
+        entries: dict[str, Entry] = {}
         after, more = "", True
         while more:
             answer = self._call(do="records", after=after)
-            found = [_entry(item["record"], item["age"]) for item in answer["records"]]
-            entries += found
-            more = bool(answer["more"]) and bool(found)
-            after = found[-1].record.name if found else ""
-        return entries
+            found = _entries(answer.get("records"))
+            more = bool(answer.get("more")) and bool(found)
+            before, after = after, found[-1].record.name if found else ""
+            entries.update((entry.record.name, entry) for entry in found)
+            if more and (after <= before or len(entries) > MAX_NAMES):
+                raise ValueError("the rendezvous service sent records without end")
+        return list(entries.values())
 
     def renew(self, record: Record) -> bool:
-        kept = bool(self._call(do="renew", record=record.to_json())["kept"])
+        kept = self._call(do="renew", record=record.to_json()).get("kept")
+        if not isinstance(kept, bool):
+            raise ValueError("the rendezvous service sent no answer to a renewal")
         if kept:
             self._announced[record.name] = record
         else:
@@ -340,6 +345,12 @@ class TcpStore(Store):
             yield
         finally:
             self._mutex.release()
+
+
+def _entries(items: object) -> list[Entry]:
+    if not isinstance(items, list) or not all(isinstance(i, dict) for i in items):
+        raise ValueError("the rendezvous service sent no list of records")
+    return [_entry(item.get("record"), item.get("age")) for item in items]
 
 
 def _entry(text: object, age: object) -> Entry:
