@@ -8,7 +8,7 @@ import pytest
 from scripted import Parcel, ScriptedConn, numbered
 from world import World
 
-from mq.mesh import wire
+from mq.mesh import backlog, wire
 from mq.mesh.subscriber import SUBSCRIPTIONS_PER_FRAME
 
 LARGE = bytes(range(251)) * 8
@@ -247,3 +247,27 @@ def test_topics_that_only_peers_have_named_go_with_them() -> None:
 
     assert set(mesh.publisher.topics) == {*before, "x"}
     assert not mesh.stats.malformed
+
+
+def test_who_takes_no_answers_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept until they are received, and a peer asks as often as it likes."""
+    monkeypatch.setattr(backlog, "MOST_ANSWER_BYTES", 20_000)
+    world = subscribed()
+    a, b = world["a"], world["b"]
+    ours, theirs = a.session(b), b.session(a)
+    (subscription,) = ours.feeds
+    ask = [wire.Reclaim(subscription, 0, 1000, 1 << 20)]
+    for _ in range(500):
+        theirs.control(wire.RECLAIM, ask)
+        world.settle()
+    assert not ours.answer_bytes
+    assert not a.mesh.stats.malformed
+    monkeypatch.setattr(b.mesh.reader, "read", lambda *args: None)
+    for _ in range(500):
+        theirs.control(wire.RECLAIM, ask)
+        theirs.pump(world.now, flush=True)
+        world.net.deliver_all()
+        a.poll()
+
+    assert a.mesh.stats.malformed
+    assert ours.answer_bytes < 21_000

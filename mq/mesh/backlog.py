@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from mq.lending import Block
 
 CHUNKS_PER_ANSWER: Final = 4
+MOST_ANSWER_BYTES: Final = 64 << 20
+"""Of answers that a peer may have asked for and not received."""
+_FRAME_BYTES: Final = 256
+"""About what a frame takes beside its content."""
 ANSWERED_PART: Final = 0.25
 """Of what may be under way without an answer: what is beyond is answered at once."""
 
@@ -46,6 +50,7 @@ class Backlog:
         most_unanswered: How many bytes of bodies may be under way without an answer;
             None: any.
         under_way: How many bytes of bodies the frames have.
+        answer_bytes: What those of them take that answer the peer.
     """
 
     def __init__(self, take: Take) -> None:
@@ -62,12 +67,25 @@ class Backlog:
         self.lead = self.whole_bytes = 0
         self.most_unanswered: int | None = None
         self.under_way = 0
+        self.answer_bytes = 0
 
     # -- queueing ----------
 
     def control(self, kind: int, content: object) -> None:
         """Queue a numbered control frame ahead of all messages not yet framed."""
-        self._append(self.control_frame(kind, content))
+        frame = self.control_frame(kind, content)
+        self._append(frame)
+        self.count_answer(frame)
+
+    def count_answer(self, frame: Frame) -> None:
+        """A control frame was appended; see `check_answers`."""
+        if frame.kind in wire.ANSWERS:
+            self.answer_bytes += _weight(frame)
+
+    def check_answers(self) -> None:
+        """Raises: Malformed, if the peer asks on and on without taking the answers."""
+        if self.answer_bytes > MOST_ANSWER_BYTES:
+            raise Malformed(f"{self.answer_bytes} bytes of answers wait to be received")
 
     def control_frame(self, kind: int, content: object) -> Frame:
         """The next frame, to be appended to `frames` by the caller."""
@@ -243,12 +261,16 @@ class Backlog:
                 self.sent -= 1
             if frame.kind == wire.DATA:
                 self.batches_unanswered -= 1
+            elif frame.kind in wire.ANSWERS:
+                self.answer_bytes -= _weight(frame)
         return news
 
     def repair(self) -> None:
         """Derive again what an exception in mid-frame may have left undone."""
         self.batches_unanswered = sum(f.kind == wire.DATA for f in self.frames)
         self.under_way = sum(f.body_nbytes for f in self.frames)
+        answers = (f for f in self.frames if f.kind in wire.ANSWERS)
+        self.answer_bytes = sum(map(_weight, answers))
         if self.frames:
             self.number = max(self.number, self.frames[-1].number)
         self.batch_at = None
@@ -290,3 +312,7 @@ class Backlog:
                 if feed.needs(message):
                     needed.update(range(len(large.chunks)))
         return needed
+
+
+def _weight(frame: Frame) -> int:
+    return _FRAME_BYTES + sum(map(len, frame.parts))

@@ -234,6 +234,7 @@ class Publisher:
             (frame, *feeds.values()),
         )
         session.number = frame.number
+        session.count_answer(frame)
         for feed in feeds.values():
             self._adopt(feed)
 

@@ -278,6 +278,8 @@ class Reader:
             raise Malformed(f"unknown frame {kind}")
         value = wire.decode(kind, content)
         self._mesh.changed += 1
+        if kind in (wire.SUBSCRIBE, wire.RECLAIM):
+            session.check_answers()
         if kind == wire.SUBSCRIBE:
             self._publisher.subscribe(session, value)
             if flags & wire.FLAG_LAST:

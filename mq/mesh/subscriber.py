@@ -329,6 +329,7 @@ class Subscriber:
             )
             self._activate(source)
         if not in_place:
+            session.check_answers()
             release = wire.Release(lent.subscription, lent.sequence)
             session.control(wire.RELEASE, [release])
 

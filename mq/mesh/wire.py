@@ -48,6 +48,9 @@ FENCED: Final = 31
 UNHURRIED: Final = frozenset({CREDIT, RELEASE})
 """Nobody waits for the answer to these: what follows from them carries it."""
 
+ANSWERS: Final = frozenset({SUBSCRIBED, RETURNED, RELEASE})
+"""What a peer can ask for as often as it likes."""
+
 HEADER: Final = struct.Struct("<BBHQQ")
 """kind, flags, zero, number of this frame (0: none), number received last."""
 HEADER_BYTES: Final = HEADER.size
