@@ -134,12 +134,14 @@ class Conn(ABC):
             ones are cut as coarsely as both this and `Link.chunk_bytes` allow. The link
             takes in such a body on any connection, as a session may go on over another
             one. 0: all are cut as the link says.
+        descriptors_taken: How many a connection has open.
         most_unanswered: How many bytes of bodies the mesh hands over while the peer has
             not answered them, one body apart; None: the link bounds by itself what is
             ahead of the wire.
     """
 
     address: str
+    descriptors_taken: ClassVar[int] = 1
     keeps_body: ClassVar[bool] = False
     lends: ClassVar[bool] = False
     devices: Mapping[str, str] = MappingProxyType({})

@@ -40,6 +40,8 @@ class ScriptedConn(Conn):
         mappings: Segments that the opposite end has lent.
     """
 
+    descriptors_taken: ClassVar[int] = 0
+
     def __init__(self, link: ScriptedLink, address: str) -> None:
         self.link = link
         self.address = address

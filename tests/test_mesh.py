@@ -16,6 +16,7 @@ from mq.mesh import wire
 from mq.mesh.dial import ATTEMPT_SECONDS, MAX_GREETERS, Dial
 from mq.mesh.greeting import GREET_SECONDS
 from mq.mesh.reader import MALFORMED_LIMIT
+from mq.stream import sockets
 
 INLINE_BYTES = 128
 
@@ -664,6 +665,20 @@ def test_connections_that_never_greet_are_closed() -> None:
     world.advance(GREET_SECONDS + 0.5)
     assert len(world["a"].link.conns) == 2
     assert world["a"].mesh.stats.refused > MAX_GREETERS
+
+
+def test_strangers_get_a_quarter_of_the_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With an engine that takes several for each connection they are fewer."""
+    monkeypatch.setattr(sockets.resource, "getrlimit", lambda which: (240, 240))
+    monkeypatch.setattr(ScriptedConn, "descriptors_taken", 6)
+    world = strangers("a", "x")
+    for _ in range(20):
+        world["x"].link.dial(world["a"].link.address)
+    world["a"].poll()
+
+    assert len(world["a"].link.conns) == 10
 
 
 def test_hoarders_of_connections_do_not_stop_this_members_own_dials() -> None:

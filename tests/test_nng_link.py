@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import resource
@@ -22,8 +23,10 @@ from link_world import PATIENCE, World
 from nng_links import ipc, nng_runs, tcp, tls
 from tls_files import tls_options
 
+from mq.addresses import split
 from mq.errors import ForkedProcess
 from mq.mesh.poller import Poller
+from mq.stream import sockets
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
 from transports._nng_conns import NngConn
 from transports.nng import NngLink
@@ -102,6 +105,27 @@ def test_a_peer_that_does_not_say_hello_is_never_a_connection(
         raw_pair(member.addresses[0]).send(framed(b"good day"))
         world.until(lambda: member.link.malformed == 1, "the stranger")
         assert not member.events
+
+
+def test_silent_strangers_take_few_descriptors_and_not_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else need come for them to go."""
+    monkeypatch.setattr(sockets.resource, "getrlimit", lambda which: (96, 96))
+    with World(tcp, 1) as world, contextlib.ExitStack() as stack:
+        (member,) = world.members
+        assert isinstance(member.link, NngLink)
+        link = member.link
+        for count in range(1, 7):
+            sock = socket.create_connection(split(member.addresses[0]))
+            stack.enter_context(sock)
+            world.until(
+                functools.partial(lambda n: link.malformed >= n - 4, count), "the next"
+            )
+        world.until(lambda: len(link.strangers) == 4, "the last of them")
+        monkeypatch.setattr("transports.nng._GREETING_SECONDS", 0.2)
+        world.until(lambda: not link.conns, "their end")
+        assert link.malformed == 6
 
 
 # -- breaks ----------

@@ -8,7 +8,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 from mq.transport import LINGER_SECONDS, MAX_HEAD_BYTES, Conn, Event, What
 from transports._nng_pair import PREFIX_BYTES, Channel
@@ -41,6 +41,8 @@ class NngConn(Conn):
         news: What is to be reported once the peer's link has said hello.
         target: The host and port that are dialled, or a path; None: not by a socket.
     """
+
+    descriptors_taken: ClassVar[int] = 6  # its socket, a copy, and NNG's two pairs
 
     def __init__(self, link: NngLink, address: str, news: What) -> None:
         self.address = address

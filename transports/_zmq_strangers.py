@@ -14,7 +14,7 @@ import socket
 import time
 from typing import Final, NamedTuple
 
-from mq.stream.sockets import received_bytes
+from mq.stream.sockets import received_bytes, room_for_strangers
 
 STRANGER_SECONDS: Final = 10.0
 """How long a peer may stay that proves nothing; the mesh gives it half of that."""
@@ -55,7 +55,7 @@ class Strangers:
         until = time.monotonic() + STRANGER_SECONDS
         self.known.pop(fd, None)
         self.known[fd] = _Stranger(inode(fd), until, most_bytes)
-        if len(self.known) > MOST_STRANGERS:
+        if len(self.known) > room_for_strangers(1, MOST_STRANGERS):
             self._hang_up(next(iter(self.known)))
 
     def forget(self, fd: int) -> None:

@@ -40,6 +40,8 @@ class _Pair:
 class _End(Conn):
     """One end; its inbox is filled by the other end, in the other link's thread."""
 
+    descriptors_taken: ClassVar[int] = 0
+
     def __init__(self, link: InprocLink, pair: _Pair, address: str) -> None:
         self.address = address
         self.peer: _End | None = None  # None: nobody listens there

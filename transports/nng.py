@@ -30,7 +30,7 @@ from mq import addresses, options
 from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.stream.names import Names
-from mq.stream.sockets import bound_tcp, bound_unix
+from mq.stream.sockets import bound_tcp, bound_unix, room_for_strangers
 from mq.stream.watching import EVENTS, Watching
 from mq.transport import (
     LINGER_SECONDS,
@@ -155,15 +155,20 @@ class NngLink(Watching[NngConn], Link):
 
     def admit(self, address: str) -> NngConn:
         """A connection that a peer began; it is a stranger until it says hello."""
-        now = time.monotonic()
-        for stranger, since in list(self.strangers.items()):
-            if len(self.strangers) > _STRANGERS or now - since > _GREETING_SECONDS:
-                self.malformed += 1
-                stranger.drop()
+        self._turn_away(room_for_strangers(NngConn.descriptors_taken, _STRANGERS) - 1)
         conn = NngConn(self, address, What.ACCEPTED)
         self.conns[conn] = None
-        self.strangers[conn] = now
+        self.strangers[conn] = time.monotonic()
         return conn
+
+    def _turn_away(self, most: int) -> None:
+        """Drop strangers that have had their time, and the oldest beyond so many."""
+        late = time.monotonic() - _GREETING_SECONDS
+        for stranger, since in list(self.strangers.items()):
+            if since > late and len(self.strangers) <= most:
+                return
+            self.malformed += 1
+            stranger.drop()
 
     def dial(self, address: str) -> Conn:
         addresses.check(address, self._wires, "nng")
@@ -235,6 +240,8 @@ class NngLink(Watching[NngConn], Link):
                 self._look()
         if self.closing:
             self._expire()
+        if self.strangers:
+            self._turn_away(_STRANGERS)
         if self.freeing:
             self._still_freeing()
         for conn in list(self.busy):

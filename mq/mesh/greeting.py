@@ -14,6 +14,7 @@ from mq.mesh.dialling import Dialling
 from mq.mesh.handshake import Greeting, Refusal
 from mq.mesh.reader import Message
 from mq.mesh.wire import Malformed
+from mq.stream.sockets import room_for_strangers
 from mq.transport import Event, What
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Greetings(Dialling):
         conn = event.conn
         mesh = self._mesh
         if event.what is What.ACCEPTED:
-            self._make_room()
+            self._make_room(conn)
             conn.guard(STRANGER_BYTES)
             deadline = mesh.clock() + GREET_SECONDS
             self._greeters[conn] = Greeter(mesh.config.secret, None, deadline)
@@ -66,14 +67,15 @@ class Greetings(Dialling):
         elif event.what is What.READABLE:
             self._read(conn, greeter)
 
-    def _make_room(self) -> None:
+    def _make_room(self, newest: Conn) -> None:
         """Close the oldest connection that has not greeted, if there are many."""
+        most = room_for_strangers(newest.descriptors_taken, MAX_GREETERS)
         strangers = [
             conn
             for conn, greeter in self._greeters.items()
             if greeter.dial is None and greeter.granted is None
         ]
-        if len(strangers) >= MAX_GREETERS:
+        if len(strangers) >= most:
             self._mesh.stats.refused += 1
             self._close(strangers[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import stat
 import struct
@@ -38,6 +39,19 @@ def bound_tcp(address: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def room_for_strangers(each: int, most: int) -> int:
+    """How many connections of strangers a process may have.
+
+    Args:
+        each: Descriptors that one takes; all of them together a quarter of the limit.
+        most: In any case.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if not each or limit == resource.RLIM_INFINITY:
+        return most
+    return max(1, min(most, limit // (4 * each)))
 
 
 def quiet_seconds(fd: int) -> float | None:
