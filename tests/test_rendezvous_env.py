@@ -12,7 +12,7 @@ from meeting import (
     store_port,
 )
 
-from mq.errors import ConnectTimeout
+from mq.errors import ConnectTimeout, PeerLost
 from mq.rendezvous import open_rendezvous, torchrun
 
 __all__ = ["libuv", "store_port"]  # fixtures
@@ -51,3 +51,16 @@ def test_env_does_not_see_an_earlier_attempt(store_port: int) -> None:
         store = torchrun.TorchrunStore("g", 20.0, environ)
         assert store.claim(record("x", attempt)).holder is None
         store.close()
+
+
+def test_a_list_of_names_without_end_is_not_read(store_port: int) -> None:
+    """Whoever reaches that store can write to it: a wait for ever is no answer."""
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ |= {"MASTER_PORT": str(store_port), "TORCHELASTIC_RUN_ID": "written to"}
+    store = torchrun.TorchrunStore("g", 20.0, environ)
+    assert store.claim(record("x")).holder is None
+    assert [entry.record.name for entry in store.records()] == ["x"]
+    store._ask(lambda values: values.add(f"{store._prefix}/names", 1 << 40))
+    with pytest.raises(PeerLost, match="another program writes to it"):
+        store.records()
+    store.close()

@@ -28,6 +28,9 @@ T = TypeVar("T")
 
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+MAX_LISTED: Final = 1 << 16
+"""Names that may be listed, the same one for each time that two took it at once."""
+
 _ABSENT: Final = "\0"  # neither a name nor a cell
 _RETRY_SECONDS: Final = 0.1
 
@@ -179,6 +182,12 @@ class TorchrunStore(CellStore[_Stored]):
 
     def _names(self) -> list[str]:
         count = self._ask(lambda store: store.add(f"{self._prefix}/names", 0))
+        if count > MAX_LISTED:
+            raise PeerLost(
+                f"{self.description} lists {count} names, which no group has: another "
+                "program writes to it",
+                self.description,
+            )
         found = [
             self._ask(functools.partial(_read_key, f"{self._prefix}/name/{index}"))
             for index in range(count)
