@@ -30,6 +30,8 @@ FRAMES_PER_TURN: Final = 64
 """Frames read from one connection before the others have their turn."""
 MALFORMED_LIMIT: Final = 3
 """Times the same frame may be malformed before the session is given up."""
+MOST_COMPLAINTS: Final = 1024
+"""Peers whose first offence is logged: one may come under any number of names."""
 _CONTROL_KINDS: Final = frozenset(
     {
         wire.SUBSCRIBE,
@@ -326,7 +328,7 @@ class Reader:
 
     def complain(self, who: str, address: str, error: object) -> None:
         """Log what a peer did wrong, once per peer."""
-        if who not in self._complained:
+        if who not in self._complained and len(self._complained) < MOST_COMPLAINTS:
             self._complained.add(who)
             logger.warning(
                 "dropped a frame of %s at %s: %s (further ones are only counted)",
