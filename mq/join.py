@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
-import resource
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mq import process, registry, rendezvous
 from mq.arrival import Arrival, dial_explicit, lease_seconds, within_reach
+from mq.descriptors import free_descriptors
 from mq.errors import TransportUnavailable
 from mq.log import Log
 from mq.mesh.config import Config
@@ -188,16 +187,11 @@ def join(
 
 def check_descriptors() -> None:
     """Raises: TransportUnavailable, if this process may open too few descriptors."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except OSError as error:  # where it cannot be known, but for one reason
-        used = limit if error.errno == errno.EMFILE else 0
-    if limit != resource.RLIM_INFINITY and used + SPARE_DESCRIPTORS > limit:
+    free, why = free_descriptors()
+    if free < SPARE_DESCRIPTORS:
         raise TransportUnavailable(
-            f"{used} file descriptors are open and RLIMIT_NOFILE is {limit}, but a "
-            f"queue needs {SPARE_DESCRIPTORS} and a few more for each member; raise it "
-            "with `ulimit -n`"
+            f"{why}, but a queue needs {SPARE_DESCRIPTORS} and a few more for each "
+            "member; raise it with `ulimit -n`"
         )
 
 

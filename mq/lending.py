@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import resource
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ import numpy as np
 
 from mq import speed
 from mq.buffers import class_bytes
+from mq.descriptors import most_open
 from mq.log import Log
 from mq.segments import COUNTER_BYTES, Segment, counted_bytes
 from mq.settings import memory_bytes
@@ -265,7 +265,7 @@ class Lender:
         """Take a segment from the system, if need be in place of unused ones."""
         self.full = True
         unused, segments = self._unused(), self._all()
-        count, most = len(segments), _most_segments()
+        count, most = len(segments), most_open(MOST_SEGMENTS)
         mapped = sum(segment.nbytes for segment in segments)
         if mapped - sum(s.nbytes for s in unused) + size > self.limit_bytes:
             return None  # it would be in vain
@@ -335,13 +335,6 @@ class Lender:
         self._idle[segment.block_bytes] = [p for p in places if p[0] is not segment]
         if self.segments.pop(segment.id, None) is not None:
             self.dropped += 1
-
-
-def _most_segments() -> int:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return MOST_SEGMENTS
-    return min(MOST_SEGMENTS, limit // 4)
 
 
 def _block_bytes(nbytes: int) -> int:

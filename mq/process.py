@@ -191,12 +191,3 @@ def _is_taken(pid: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def out_of_descriptors(error: OSError) -> str:
-    """What to do about it, where the error is that no file can be opened; else ""."""
-    if error.errno == errno.EMFILE:
-        return "this process has as many open files as it may; raise `ulimit -n`"
-    if error.errno == errno.ENFILE:
-        return "this machine has as many open files as it may; raise fs.file-max"
-    return ""

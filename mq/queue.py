@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mq import settings
 from mq.blocking import BlockingQueue
+from mq.descriptors import out_of_descriptors
 from mq.errors import Closed, RecvTimeout, TransportUnavailable
 from mq.message import CLEAR, Message
 from mq.options import switch
-from mq.process import out_of_descriptors
 from mq.seconds import deadline_after
 from mq.undisturbed import Stopper, undisturbed
 

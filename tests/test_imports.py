@@ -55,6 +55,7 @@ def test_a_transport_imports_only_the_link_contract(path: Path) -> None:
         "mq.mesh.poller",
         "mq.addresses",
         "mq.credentials",
+        "mq.descriptors",
         "mq.openssl",
         "mq.stream",
         "mq.lending",

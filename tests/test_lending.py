@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import re
+import resource
 import select
 import signal
 import sys
@@ -25,7 +26,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mq import lending
 from mq.borrowing import Key, Mapping, Returns, Unmapped, arm, is_borrowed, settle
 from mq.buffers import Pool
 from mq.lending import BLOCK_BYTES, Block, Lender
@@ -207,7 +207,7 @@ def test_there_are_never_more_segments_than_a_quarter_of_the_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The application needs some, too."""
-    monkeypatch.setattr(lending.resource, "getrlimit", lambda which: (64, 64))  # type: ignore[attr-defined]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     lender = Lender(1 << 30)
     blocks = [lender.take(100_000 * n) for n in range(1, 25)]
     assert sum(block is not None for block in blocks) == 16 == len(lender.segments)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import resource
 import select
 import signal
+import socket
 from collections.abc import Callable
 
 import links
@@ -115,6 +118,48 @@ def test_room_made_while_an_inproc_end_reports_is_not_missed(
         for _ in range(3):
             sender.pump()
         assert dialled in sender.conns(What.WRITABLE)
+
+
+def _knock(address: str) -> socket.socket:
+    """A connection on which nobody says anything."""
+    kind, _, rest = address.partition("://")
+    if kind in ("ipc", "shm"):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(rest)
+    else:
+        host, port = rest.partition("/")[0].split(":")
+        sock = socket.create_connection((host, int(port)))
+    sock.setblocking(False)
+    return sock
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("name", sorted({*LINKS} - {"inproc", "torchrpc-threads"}))
+def test_strangers_get_a_part_of_the_descriptors(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who have waited longest make room, so that members still get in."""
+    with World(LINKS[name]) as world, contextlib.ExitStack() as ends:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (120, 120))
+        address = world.members[1].addresses[0]
+        knocking = []
+        for _ in range(40):
+            knocking.append(ends.enter_context(_knock(address)))
+            world.until(lambda: True, "a pump")
+        world.until(lambda: all(map(_has_ended, knocking[:10])), "room")
+        assert not _has_ended(knocking[-1])
+        if name != "torchrpc":  # it has one agent in a process, which finds itself
+            world.connect()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +17,6 @@ from mq.mesh import wire
 from mq.mesh.dial import ATTEMPT_SECONDS, MAX_GREETERS, Dial
 from mq.mesh.greeting import GREET_SECONDS
 from mq.mesh.reader import MALFORMED_LIMIT
-from mq.stream import sockets
 
 INLINE_BYTES = 128
 
@@ -671,7 +671,7 @@ def test_strangers_get_a_quarter_of_the_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With an engine that takes several for each connection they are fewer."""
-    monkeypatch.setattr(sockets.resource, "getrlimit", lambda which: (240, 240))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (240, 240))
     monkeypatch.setattr(ScriptedConn, "descriptors_taken", 6)
     world = strangers("a", "x")
     for _ in range(20):

@@ -26,7 +26,6 @@ from tls_files import tls_options
 from mq.addresses import split
 from mq.errors import ForkedProcess
 from mq.mesh.poller import Poller
-from mq.stream import sockets
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
 from transports._nng_conns import NngConn
 from transports.nng import NngLink
@@ -111,7 +110,7 @@ def test_silent_strangers_take_few_descriptors_and_not_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody else need come for them to go."""
-    monkeypatch.setattr(sockets.resource, "getrlimit", lambda which: (96, 96))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (96, 96))
     with World(tcp, 1) as world, contextlib.ExitStack() as stack:
         (member,) = world.members
         assert isinstance(member.link, NngLink)

@@ -18,7 +18,9 @@ from transports._torchrpc_descriptors import SPARE, Descriptors, Promise
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """So many descriptors are left, as it seems."""
     left = {"free": 0}
-    monkeypatch.setattr(descriptors, "_free", lambda: (left["free"], "a few are open"))
+    monkeypatch.setattr(
+        descriptors, "free_descriptors", lambda: (left["free"], "a few are open")
+    )
     return left
 
 

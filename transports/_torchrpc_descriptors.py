@@ -11,13 +11,12 @@ How many a connection takes was counted with torch 2.13: `PIPE` and `START`.
 from __future__ import annotations
 
 import errno
-import os
-import resource
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from mq.descriptors import free_descriptors
 from mq.errors import TransportUnavailable
 
 PIPE: Final[Mapping[str, int]] = {
@@ -51,10 +50,10 @@ def check_start(transports: Sequence[str], channels: Sequence[str]) -> None:
     """Raises: TransportUnavailable, where an agent would take too many descriptors."""
     needed = LOOPS + sum(START.get(name, 0) for name in (*transports, *channels))
     needed += 2 * pipe_size(transports, channels)  # for its call to itself
-    free, text = _free()
+    free, why = free_descriptors()
     if free < needed + SPARE:
         raise TransportUnavailable(
-            f"{text}, but TensorPipe needs {needed + SPARE} to start with transports "
+            f"{why}, but TensorPipe needs {needed + SPARE} to start with transports "
             f"{tuple(transports)} and channels {tuple(channels)}; raise it with "
             "`ulimit -n`"
         )
@@ -112,12 +111,12 @@ class Descriptors:
             now = time.monotonic()
             self._promises = [p for p in self._promises if p.until > now and p.count()]
             promised = sum(promise.count() for promise in self._promises)
-            free, text = _free()
+            free, why = free_descriptors()
             needed = _needed(self._pipe, 2)
             if free < promised + needed + SPARE:
                 raise OSError(
                     errno.EMFILE,
-                    f"{text} and {promised} more are promised to peers, but one more "
+                    f"{why} and {promised} more are promised to peers, but one more "
                     f"peer needs {needed} and {SPARE} to spare; raise it with "
                     "`ulimit -n`",
                 )
@@ -129,16 +128,3 @@ class Descriptors:
 def _needed(pipe: int, directions: int) -> int:
     """What so many directions of a connection take, and the watch on its process."""
     return pipe * directions + (directions > 0)
-
-
-def _free() -> tuple[float, str]:
-    """How many descriptors this process may still open, and the same as text."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return float("inf"), "RLIMIT_NOFILE is unlimited"
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except OSError:  # not even one is free
-        used = limit
-    text = f"{used} file descriptors are open, RLIMIT_NOFILE is {limit}"
-    return limit - used, text

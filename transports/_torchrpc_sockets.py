@@ -11,6 +11,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from mq.descriptors import most_open
 from mq.log import Log
 from mq.stream.names import Names
 from transports import _torchrpc_control as control
@@ -89,7 +90,7 @@ class Sockets:
         self.strangers[sock.fd] = time.monotonic() + self._greeting_timeout
         if conn is not None:
             self.conns[sock.fd] = conn
-        if len(self.strangers) > MAX_STRANGERS:
+        if len(self.strangers) > most_open(MAX_STRANGERS):
             oldest = self._controls[next(iter(self.strangers))]
             self._drop(oldest, "too many strangers")
 

@@ -8,13 +8,11 @@ the engine where a peer sends too much or stays for too long.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 import time
 from typing import Final, NamedTuple
 
-from mq.stream.sockets import received_bytes, room_for_strangers
+from mq.descriptors import most_open
+from mq.stream.sockets import received_bytes, shut
 
 STRANGER_SECONDS: Final = 10.0
 """How long a peer may stay that proves nothing; the mesh gives it half of that."""
@@ -50,12 +48,16 @@ class Strangers:
         self.known: dict[int, _Stranger] = {}
         self._look_at = 0.0
 
-    def add(self, fd: int, most_bytes: int | None) -> None:
-        """Look after a connection from now on."""
+    def add(self, fd: int, inode: int, most_bytes: int | None) -> None:
+        """Look after a connection from now on.
+
+        Args:
+            inode: Of its socket, from when it was there for certain.
+        """
         until = time.monotonic() + STRANGER_SECONDS
         self.known.pop(fd, None)
-        self.known[fd] = _Stranger(inode(fd), until, most_bytes)
-        if len(self.known) > room_for_strangers(1, MOST_STRANGERS):
+        self.known[fd] = _Stranger(inode, until, most_bytes)
+        if len(self.known) > most_open(MOST_STRANGERS):
             self._hang_up(next(iter(self.known)))
 
     def forget(self, fd: int) -> None:
@@ -80,18 +82,5 @@ class Strangers:
 
     def _hang_up(self, fd: int) -> None:
         """Have the engine find that the connection has ended."""
-        known = self.known[fd].inode
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            # A copy: by its own number it could be another file of this process.
-            with socket.socket(fileno=os.dup(fd)) as copy:
-                if known and inode(copy.fileno()) == known:
-                    copy.shutdown(socket.SHUT_RDWR)
+        shut(fd, self.known[fd].inode)
         del self.known[fd]
-
-
-def inode(fd: int) -> int:
-    """Tells whether a descriptor still is the socket that it was; 0: it is closed."""
-    try:
-        return os.fstat(fd).st_ino
-    except OSError:
-        return 0

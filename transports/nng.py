@@ -27,10 +27,11 @@ from typing import Any, ClassVar
 from pynng import lib
 
 from mq import addresses, options
+from mq.descriptors import most_open
 from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.stream.names import Names
-from mq.stream.sockets import bound_tcp, bound_unix, room_for_strangers
+from mq.stream.sockets import bound_tcp, bound_unix
 from mq.stream.watching import EVENTS, Watching
 from mq.transport import (
     LINGER_SECONDS,
@@ -155,7 +156,7 @@ class NngLink(Watching[NngConn], Link):
 
     def admit(self, address: str) -> NngConn:
         """A connection that a peer began; it is a stranger until it says hello."""
-        self._turn_away(room_for_strangers(NngConn.descriptors_taken, _STRANGERS) - 1)
+        self._turn_away(most_open(_STRANGERS, NngConn.descriptors_taken) - 1)
         conn = NngConn(self, address, What.ACCEPTED)
         self.conns[conn] = None
         self.strangers[conn] = time.monotonic()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
-import resource
 import secrets
 import socket
 import struct
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 from mq.borrowing import Mapping, Unmapped
+from mq.descriptors import most_open
 from mq.lending import MOST_SEGMENTS, Lender
 from mq.log import Log
 from mq.mesh.poller import Poller
@@ -42,8 +42,6 @@ _SEGMENT, _FORGET = 1, 2
 _PROOF_BYTES: Final = 16
 _MOST_BORROWED: Final = 4 * MOST_SEGMENTS
 """Segments of one peer, some of which it may be about to take back."""
-_KEPT_SHARE: Final = 4
-"""This part of the descriptors may be kept for segments that cannot be mapped."""
 
 
 class ShmConn(DescriptorConn):
@@ -307,9 +305,8 @@ class ShmLink(StreamLink):
 
         A peer chooses how large its segments are, and so whether they can be.
         """
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         kept = sum(conn.kept for conn in self.conns if isinstance(conn, ShmConn))
-        return most == resource.RLIM_INFINITY or kept < most // _KEPT_SHARE
+        return kept < most_open(MOST_SEGMENTS)
 
     def cannot_map(self, nbytes: int, error: OSError) -> None:
         """Memory of a peer is copied from, and not read in place."""

@@ -39,7 +39,7 @@ from mq.transport import (
 )
 from transports._zmq_conns import FAILURES, IN, NOW, WHOLE_BYTES, Dialled, Port
 from transports._zmq_router import LISTENER, Accepted, Router
-from transports._zmq_strangers import SILENT_BYTES, Strangers, inode
+from transports._zmq_strangers import SILENT_BYTES, Strangers
 
 _HANDSHAKE_MS = 5000
 _DAY_MS = 24 * 3600 * 1000
@@ -290,7 +290,7 @@ class ZmqLink(Link):
             name, event, _ = parts
             code, fd = struct.unpack("=HI", event)
             if code in _UP:
-                self.descriptors[name, fd] = inode(fd)
+                self.descriptors[name, fd] = _inode(fd)
             elif code in _DOWN:
                 self.descriptors.pop((name, fd), None)
             if name == LISTENER:
@@ -309,19 +309,19 @@ class ZmqLink(Link):
         """As `Conn.guard`, for the accepted connection on a descriptor."""
         if most_bytes is None:
             self._strangers.forget(fd)
-        elif (LISTENER, fd) in self.descriptors:
-            self._strangers.add(fd, most_bytes)
+        elif known := self.descriptors.get((LISTENER, fd)):
+            self._strangers.add(fd, known, most_bytes)
 
     def sent_away(self, fd: int) -> None:
         """The peer on a descriptor was told to go; see that it does."""
-        if (LISTENER, fd) in self.descriptors:
-            self._strangers.add(fd, None)
+        if known := self.descriptors.get((LISTENER, fd)):
+            self._strangers.add(fd, known, None)
 
     def _saw_listener(self, code: int, fd: int) -> None:
         """Count the connections that end without a message: they speak no ZeroMQ."""
         if code == zmq.EVENT_ACCEPTED:
             self._silent.add(fd)
-            self._strangers.add(fd, SILENT_BYTES)
+            self._strangers.add(fd, self.descriptors[LISTENER, fd], SILENT_BYTES)
         elif code in FAILURES or code in _DOWN:
             self._strangers.forget(fd)
             if code in FAILURES and fd in self._silent:
@@ -375,7 +375,7 @@ class ZmqLink(Link):
         self._epoll.close()
         _abandoned.append((self._context, dict(self._ports)))
         for (_, fd), known in self.descriptors.items():
-            if known and inode(fd) == known:
+            if known and _inode(fd) == known:
                 os.close(fd)
 
 
@@ -383,3 +383,11 @@ class ZmqIpcLink(ZmqLink):
     """`ZmqLink` over unix sockets alone, which reach no other host."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(reach="host")
+
+
+def _inode(fd: int) -> int:
+    """Tells whether a descriptor still is the socket that it was; 0: it is closed."""
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
+from mq.descriptors import most_open
 from mq.log import Log
 from mq.mesh import handshake as hs
 from mq.mesh import wire
@@ -14,7 +15,6 @@ from mq.mesh.dialling import Dialling
 from mq.mesh.handshake import Greeting, Refusal
 from mq.mesh.reader import Message
 from mq.mesh.wire import Malformed
-from mq.stream.sockets import room_for_strangers
 from mq.transport import Event, What
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Greetings(Dialling):
 
     def _make_room(self, newest: Conn) -> None:
         """Close the oldest connection that has not greeted, if there are many."""
-        most = room_for_strangers(newest.descriptors_taken, MAX_GREETERS)
+        most = most_open(MAX_GREETERS, newest.descriptors_taken)
         strangers = [
             conn
             for conn, greeter in self._greeters.items()

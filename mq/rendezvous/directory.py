@@ -27,8 +27,8 @@ import time
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from mq.descriptors import out_of_descriptors
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
-from mq.process import out_of_descriptors
 from mq.rendezvous.paths import (
     make_private,
     remove_files,

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
+from mq.descriptors import most_open
 from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.stream.conn import StreamConn
@@ -129,7 +130,7 @@ class StreamLink(Watching[StreamConn], Link):
             sock.setblocking(False)
             conn = self._new(self.name_peer(peer), What.ACCEPTED)
             self.strangers[conn] = time.monotonic()
-            if len(self.strangers) > _STRANGERS:
+            if len(self.strangers) > most_open(_STRANGERS):
                 self._turn_away(next(iter(self.strangers)))
             conn.start(sock)
 

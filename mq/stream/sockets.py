@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import resource
 import socket
 import stat
 import struct
@@ -41,19 +41,6 @@ def bound_tcp(address: str) -> socket.socket:
     return sock
 
 
-def room_for_strangers(each: int, most: int) -> int:
-    """How many connections of strangers a process may have.
-
-    Args:
-        each: Descriptors that one takes; all of them together a quarter of the limit.
-        most: In any case.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if not each or limit == resource.RLIM_INFINITY:
-        return most
-    return max(1, min(most, limit // (4 * each)))
-
-
 def quiet_seconds(fd: int) -> float | None:
     """For how long nothing has come to a TCP socket; None: it is none, or not Linux."""
     told = _tcp_info(fd, _LAST_DATA_RECV, _MILLISECONDS)
@@ -75,6 +62,19 @@ def _tcp_info(fd: int, at: int, field: struct.Struct) -> int | None:
         return int(field.unpack_from(told, at)[0])
     except (OSError, struct.error):
         return None
+
+
+def shut(fd: int, inode: int) -> None:
+    """End the connection of an engine's socket, if it has not ended.
+
+    Args:
+        inode: That of the socket, as the descriptor may be another file's by now.
+    """
+    with contextlib.suppress(OSError):
+        # A copy, which stays what it is while it is looked at.
+        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as sock:
+            if os.fstat(sock.fileno()).st_ino == inode:
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 def bound_unix(path: str) -> socket.socket:
