@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 from collections.abc import Sequence
 from typing import Any
 
 from pynng import ffi, lib
 
+from mq.stream.sockets import copy_of
 from transports._nng_aio import Operation
 from transports._nng_pair import check, explain
 
@@ -22,9 +22,7 @@ def descriptors() -> list[int]:
 def ports_of(fd: int) -> list[int]:
     """The ports at the ends of a TCP connection, or of a listener; else none."""
     try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return []
-        with socket.socket(fileno=os.dup(fd)) as found:
+        with copy_of(fd) as found:
             if found.family not in (socket.AF_INET, socket.AF_INET6):
                 return []
             if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

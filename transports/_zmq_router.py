@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import stat
 from collections.abc import Iterator, Mapping
 
 import zmq
 
-from mq.stream.sockets import quiet_seconds
+from mq.stream.sockets import copy_of, quiet_seconds
 from mq.transport import Event, What
 from transports._zmq_conns import BURST, FAILURES, IN, NOW, Port, ZmqConn
 
@@ -67,9 +65,7 @@ class Accepted(ZmqConn):
 def _wire_of(fd: int) -> str:
     """What kind of socket it is; the peer's address has no scheme. "": it is gone."""
     try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return ""
-        with socket.socket(fileno=os.dup(fd)) as found:
+        with copy_of(fd) as found:
             return "ipc" if found.family == socket.AF_UNIX else "tcp"
     except OSError:
         return ""

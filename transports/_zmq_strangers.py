@@ -72,8 +72,9 @@ class Strangers:
         self._look_at = now + _LOOK_SECONDS
         too_much = []
         for fd, stranger in list(self.known.items()):
-            received = None if stranger.most_bytes is None else received_bytes(fd)
-            if received is not None and received > (stranger.most_bytes or 0):
+            most = stranger.most_bytes
+            received = None if most is None else received_bytes(fd, stranger.inode)
+            if most is not None and received is not None and received > most:
                 too_much.append(fd)
                 self._hang_up(fd)
             elif now >= stranger.until:

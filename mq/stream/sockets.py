@@ -8,6 +8,7 @@ import socket
 import stat
 import struct
 import sys
+from collections.abc import Iterator
 from typing import Final
 
 from mq import addresses
@@ -41,23 +42,53 @@ def bound_tcp(address: str) -> socket.socket:
     return sock
 
 
+@contextlib.contextmanager
+def copy_of(fd: int) -> Iterator[socket.socket]:
+    """An engine's socket, by a descriptor of our own while it is looked at.
+
+    The engine may close its own at any moment, and the number may be any file's then;
+    and it would end the process if an interrupt closed that.
+
+    Raises:
+        OSError: It is closed, or no socket.
+    """
+    copies: list[int] = []
+    sock = None
+    try:
+        copies.append(os.dup(fd))
+        sock = socket.socket(fileno=copies[0])
+        yield sock
+    finally:
+        if sock is not None:
+            sock.close()
+        elif copies:
+            os.close(copies[0])  # it is no socket; `socket.fromfd` would leave it open
+
+
 def quiet_seconds(fd: int) -> float | None:
     """For how long nothing has come to a TCP socket; None: it is none, or not Linux."""
     told = _tcp_info(fd, _LAST_DATA_RECV, _MILLISECONDS)
     return None if told is None else told / 1000
 
 
-def received_bytes(fd: int) -> int | None:
-    """How much has come to a TCP socket in all; None as for `quiet_seconds`."""
-    return _tcp_info(fd, _BYTES_RECEIVED, _BYTES)
+def received_bytes(fd: int, inode: int) -> int | None:
+    """How much has come to a TCP socket in all; None as for `quiet_seconds`.
+
+    Args:
+        inode: That of the socket, as the descriptor may be another file's by now.
+    """
+    return _tcp_info(fd, _BYTES_RECEIVED, _BYTES, inode)
 
 
-def _tcp_info(fd: int, at: int, field: struct.Struct) -> int | None:
+def _tcp_info(
+    fd: int, at: int, field: struct.Struct, inode: int | None = None
+) -> int | None:
     if sys.platform != "linux":  # the structure is Linux's
         return None
     try:
-        # A copy: the descriptor is the engine's, and an interrupt may close ours.
-        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as sock:
+        with copy_of(fd) as sock:
+            if inode not in (None, os.fstat(sock.fileno()).st_ino):
+                return None
             told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + field.size)
         return int(field.unpack_from(told, at)[0])
     except (OSError, struct.error):
@@ -68,13 +99,11 @@ def shut(fd: int, inode: int) -> None:
     """End the connection of an engine's socket, if it has not ended.
 
     Args:
-        inode: That of the socket, as the descriptor may be another file's by now.
+        inode: As for `received_bytes`.
     """
-    with contextlib.suppress(OSError):
-        # A copy, which stays what it is while it is looked at.
-        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as sock:
-            if os.fstat(sock.fileno()).st_ino == inode:
-                sock.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError), copy_of(fd) as sock:
+        if os.fstat(sock.fileno()).st_ino == inode:
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 def bound_unix(path: str) -> socket.socket:
