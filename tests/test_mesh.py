@@ -16,7 +16,7 @@ from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.dial import ATTEMPT_SECONDS, MAX_GREETERS, Dial
 from mq.mesh.greeting import GREET_SECONDS
-from mq.mesh.reader import MALFORMED_LIMIT
+from mq.mesh.reader import MALFORMED_LIMIT, REST_SECONDS
 
 INLINE_BYTES = 128
 
@@ -648,6 +648,71 @@ def test_a_frame_that_stays_malformed_ends_the_session() -> None:
     assert isinstance(lost, MessagesLost)
     assert (lost.sender, lost.topics, lost.count) == ("a", ("t",), 1)
     assert last_payload(got) == b"good"
+
+
+def starved(monkeypatch: pytest.MonkeyPatch, member: Member) -> list[int]:
+    """How often a member has found no memory for a large message; it finds none."""
+    found: list[int] = []
+
+    def take(nbytes: int) -> memoryview:
+        if nbytes > INLINE_BYTES:
+            found.append(nbytes)
+            raise MemoryError(f"no memory for {nbytes} bytes")
+        return memoryview(bytearray(nbytes))
+
+    monkeypatch.setattr(member.mesh.subscriber, "_take", take)
+    return found
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [("a", "b"), ("b", "a")])
+def test_a_message_for_which_there_is_no_memory_comes_once_there_is(
+    monkeypatch: pytest.MonkeyPatch, sender: str, receiver: str
+) -> None:
+    """What others send arrives meanwhile, and nobody has done anything wrong."""
+    world = World("a", "b", "c")
+    world[receiver].subscribe("t")
+    world[receiver].subscribe("u")
+    world.settle()
+    large = bytes(range(200)) * 5
+    with monkeypatch.context() as patch:
+        found = starved(patch, world[receiver])
+        assert world[sender].publish("t", large)
+        world.advance(1.0)
+        assert world["c"].publish("u", b"of another")
+        world.advance(1.0)
+        assert world[receiver].payloads() == [b"of another"]
+    assert 4 <= len(found) <= 2.0 / REST_SECONDS + 1
+    world.advance(1.0)
+    assert world[receiver].payloads() == [large]
+    for name in (sender, receiver):
+        stats = world[name].mesh.stats
+        assert (stats.malformed, stats.forgotten) == (0, 0)
+    assert world[receiver].session(world["c"]).stats.connections == 1
+
+
+def test_a_message_for_which_there_is_never_memory_ends_the_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After as long as a peer may be silent; the loss is told, with the reason."""
+    world = World("a", "b")
+    world["b"].subscribe("t")
+    world.settle()
+    with monkeypatch.context() as patch:
+        starved(patch, world["b"])
+        assert world["a"].publish("t", bytes(range(200)) * 5)
+        timeout = world["b"].session(world["a"]).timeout
+        assert timeout is not None
+        world.advance(timeout - 0.5)
+        assert world["b"].mesh.stats.forgotten == 0
+        world.advance(2.0)
+        assert world["b"].mesh.stats.forgotten == 1
+        assert world["a"].publish("t", b"small")
+        world.advance(5.0)
+    lost, got = world["b"].recv_all()
+    assert isinstance(lost, MessagesLost)
+    assert lost.count == 1
+    assert lost.reason == "no memory for 1000 bytes"
+    assert last_payload(got) == b"small"
 
 
 def test_connections_that_never_greet_are_closed() -> None:

@@ -56,7 +56,7 @@ def _limit(worker: Any, which: int, limit: int) -> None:
     resource.setrlimit(which, (limit, limit))
 
 
-def _limit_more_memory(queue: mq.MQ, more: int) -> None:
+def limit_more_memory(queue: mq.MQ, more: int) -> None:
     """Allow so many bytes of address space beyond those in use."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -64,7 +64,7 @@ def _limit_more_memory(queue: mq.MQ, more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + more, most))
 
 
-def _allow_all_memory(queue: mq.MQ) -> None:
+def allow_all_memory(queue: mq.MQ) -> None:
     """Undo that: the member's own end needs memory for a thread."""
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -192,7 +192,7 @@ def test_a_reader_that_cannot_map_copies() -> None:
         c.subscribe("t", zero_copy=True)
         a.run(publish, [0])
         assert b.run(receive, 1) == [0]
-        b.run(_limit_more_memory, 24 * MIB)
+        b.run(limit_more_memory, 24 * MIB)
         numbers = list(range(1, 60))
         publishing = a.begin(publish, numbers)
         assert b.run(receive, len(numbers)) == numbers
@@ -202,7 +202,7 @@ def test_a_reader_that_cannot_map_copies() -> None:
         assert "Cannot allocate memory" in said
         assert "shm_bytes" in said
         assert c.run(hold, 60) == [0, *numbers]
-        b.run(_allow_all_memory)
+        b.run(allow_all_memory)
         c.run(drop, 60)
         until_unused(a)
 
@@ -222,7 +222,7 @@ def test_a_publisher_that_gets_no_more_memory_waits_for_readers() -> None:
         b.subscribe("t", zero_copy=True)
         a.run(publish, [0])
         b.run(hold)
-        a.run(_limit_more_memory, 24 * MIB)
+        a.run(limit_more_memory, 24 * MIB)
         text = a.run(_publish_and_catch, list(range(1, 100)), 0.2)
         assert "the system gives no more: [Errno 12]" in text
         assert "'b' holds" in text
@@ -234,7 +234,7 @@ def test_a_publisher_that_gets_no_more_memory_waits_for_readers() -> None:
         b.run(drop, count)
         assert b.run(receive, 30) == numbers
         waiting.result()
-        a.run(_allow_all_memory)
+        a.run(allow_all_memory)
 
 
 # -- a memory cgroup ----------

@@ -26,9 +26,9 @@ KIB = 1 << 10
 
 
 @contextlib.contextmanager
-def group_of(**options: Any) -> Iterator[Group]:
-    """Members over `shm`, closed and checked for leaks at the end."""
-    group = Group("shm", registry.capabilities("shm"), options)
+def group_of(backend: str = "shm", **options: Any) -> Iterator[Group]:
+    """Members, closed and checked for leaks at the end."""
+    group = Group(backend, registry.capabilities(backend), options)
     try:
         yield group
         group.close()

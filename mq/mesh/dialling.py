@@ -43,15 +43,15 @@ class Dialling:
             return
         if any(dial.session is session and not dial.done for dial in self.dials):
             return
-        self.dials.append(
-            Dial(
-                self._session_routes(session),
-                incarnation=session.peer.incarnation,
-                name=session.name,
-                session=session,
-                max_delay=0.25,
-            )
+        dial = Dial(
+            self._session_routes(session),
+            incarnation=session.peer.incarnation,
+            name=session.name,
+            session=session,
+            max_delay=0.25,
         )
+        dial.next_at = session.rests_until
+        self.dials.append(dial)
 
     def dial_estranged(self, session: Session) -> None:
         """Reach a peer again that was forgotten, from the next `poll` on."""

@@ -184,6 +184,9 @@ class Greetings(Dialling):
         conn.guard(None)
         old = mesh.sessions.get(greeting.incarnation)
         if old is not None and greeting.session == old.id:
+            if mesh.clock() < old.rests_until:
+                self._close(conn)  # it dials again
+                return
             greeter.granted = Granted(greeting, old.id, old)
             answer = mesh.config.greeting(old.id, old.received)
         else:

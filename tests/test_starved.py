@@ -1,0 +1,64 @@
+"""Where a member has no memory for what others publish: it waits, and they go on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from test_shm_limits import allow_all_memory, limit_more_memory
+from test_shm_memory import group_of
+
+import mq
+from mq.testing import STEP, Member, wait_until
+
+MIB = 1 << 20
+
+
+def _publish(queue: mq.MQ, topic: str, nbytes: int) -> None:
+    queue.publish(topic, np.full(nbytes, 7, np.uint8), timeout=STEP)
+
+
+def _receive(queue: mq.MQ) -> tuple[str, int, bool]:
+    message = queue.recv(timeout=STEP)
+    return message.topic, len(message.payload), bool((message.payload == 7).all())
+
+
+def _connections(queue: mq.MQ) -> dict[str, int]:
+    """How many there have been with each peer."""
+    peers = queue.stats()["peers"]
+    return {name: peer["connections"] for name, peer in peers.items()}
+
+
+def _malformed(queue: mq.MQ) -> int:
+    return sum(peer["malformed"] for peer in queue.stats()["peers"].values())
+
+
+@contextlib.contextmanager
+def _little_memory(member: Member) -> Iterator[None]:
+    member.run(limit_more_memory, 48 * MIB)
+    try:
+        yield
+    finally:
+        member.run(allow_all_memory)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "zmq:ipc", "zmq:tcp", "nng:tcp"])
+def test_a_message_waits_for_memory_and_others_do_not(backend: str) -> None:
+    """It arrives once there is some; nothing is lost, and no session ends."""
+    with group_of(backend, peer_timeout=60.0) as group:
+        a, b, c = group.members("a", "b", "c")
+        b.subscribe("large")
+        b.subscribe("small")
+        before = b.run(_connections)
+        with _little_memory(b):
+            a.run(_publish, "large", 160 * MIB)
+            wait_until(
+                lambda: b.run(_connections)["a"] > before["a"] + 1, "two attempts"
+            )
+            c.run(_publish, "small", 100)
+            assert b.run(_receive) == ("small", 100, True)
+        assert b.run(_receive) == ("large", 160 * MIB, True)
+        assert b.run(_connections)["c"] == before["c"]
+        assert not b.run(_malformed)
