@@ -180,6 +180,17 @@ def test_memory_of_a_device_is_let_go_piece_by_piece() -> None:
     assert message.data.chunks == [None] * len(message.data.chunks)
 
 
+def _loss_before_the_next(world: World) -> MessagesLost:
+    """What `b` is told once `a` publishes again, which arrives."""
+    assert world["a"].publish("t", ONE, areas=AREAS[:1])
+    world.advance(1.0)
+    notice, got = world["b"].recv_all()
+    assert isinstance(notice, MessagesLost)
+    assert isinstance(got, Got)
+    assert got.payload == ONE
+    return notice
+
+
 def test_a_session_does_not_go_on_where_other_devices_are_carried() -> None:
     """What is under way could not be sent: the session is given up, and said so."""
     world = World("a", "b", carries={"a": 2, "b": 2}, peer_timeout=4.0)
@@ -191,12 +202,7 @@ def test_a_session_does_not_go_on_where_other_devices_are_carried() -> None:
     world.cut("a", "b")
     world["a"].link.capacity = 1000
     world.advance(30.0)
-    assert world["a"].publish("t", ONE, areas=AREAS[:1])
-    world.advance(1.0)
-    notice, got = world["b"].recv_all()
-    assert isinstance(notice, MessagesLost)
-    assert isinstance(got, Got)
-    assert got.payload == ONE
+    _loss_before_the_next(world)
 
 
 def test_a_device_without_room_is_the_reason_of_what_is_lost(
@@ -212,12 +218,7 @@ def test_a_device_without_room_is_the_reason_of_what_is_lost(
         patched.setattr(Landing, "add", full)
         assert world["a"].publish("t", CONTENT, areas=AREAS)
         world.advance(10.0)
-    assert world["a"].publish("t", ONE, areas=AREAS[:1])
-    world.advance(1.0)
-    notice, got = world["b"].recv_all()
-    assert isinstance(notice, MessagesLost)
-    assert isinstance(got, Got)
-    assert got.payload == ONE
+    notice = _loss_before_the_next(world)
     for told in (notice, pickle.loads(pickle.dumps(notice))):
         assert told.reason == "malformed frames: no room for 768 bytes on cuda:7"
         assert str(told).endswith(f"this member gave 'a' up: {told.reason}")

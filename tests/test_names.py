@@ -12,7 +12,7 @@ from typing import Any
 import nng_links
 import pytest
 from link_fixtures import own_temporary_directory
-from link_world import PATIENCE, MakeLink, World
+from link_world import PATIENCE, MakeLink, Member, World
 from nng_links import nng_runs
 from tls_files import tls_options
 
@@ -103,6 +103,20 @@ def silence(port: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def hidden(name: str, resolver: Resolver) -> Iterator[tuple[World, Member, str]]:
+    """A member, and the name of another that is at the second of two addresses.
+
+    At the first one nobody answers.
+    """
+    resolver.hosts = ["127.0.0.2", "127.0.0.1"]
+    with World(LINKS[name]) as world:
+        dialler, listener = world.members
+        address = listener.addresses[0]
+        with silence(int(address.rpartition(":")[2])):
+            yield world, dialler, named(address)
+
+
 @pytest.mark.parametrize("name", LINKS)
 def test_a_dial_does_not_wait_for_the_resolver(name: str, resolver: Resolver) -> None:
     """It ends at once and says why; once there is an answer, a later one connects."""
@@ -136,16 +150,12 @@ def test_an_address_that_is_silent_does_not_hide_the_next(
     name: str, resolver: Resolver
 ) -> None:
     """A dial that its caller gives up is followed by one to another address."""
-    resolver.hosts = ["127.0.0.2", "127.0.0.1"]
-    with World(LINKS[name]) as world:
-        dialler, listener = world.members
-        address = listener.addresses[0]
-        with silence(int(address.rpartition(":")[2])):
-            dialler.link.dial(named(address)).close()
-            conn = dialler.link.dial(named(address))
-            world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
-            again = dialler.link.dial(named(address))  # the one that answers is first
-            world.until(lambda: again in dialler.conns(What.OPENED), "OPENED again")
+    with hidden(name, resolver) as (world, dialler, address):
+        dialler.link.dial(address).close()
+        conn = dialler.link.dial(address)
+        world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
+        again = dialler.link.dial(address)  # the one that answers is first
+        world.until(lambda: again in dialler.conns(What.OPENED), "OPENED again")
 
 
 @pytest.mark.parametrize("name", ["nng", "tcp", "tls", "zmq"])
@@ -153,16 +163,12 @@ def test_dials_of_one_name_that_fail_together_begin_elsewhere(
     name: str, resolver: Resolver
 ) -> None:
     """Two members of one host: both attempts end at once, again and again."""
-    resolver.hosts = ["127.0.0.2", "127.0.0.1"]
-    with World(LINKS[name]) as world:
-        dialler, listener = world.members
-        address = named(listener.addresses[0])
-        with silence(int(address.rpartition(":")[2])):
-            together = [dialler.link.dial(address) for _ in range(2)]
-            for conn in together:
-                conn.close()
-            conn = dialler.link.dial(address)
-            world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
+    with hidden(name, resolver) as (world, dialler, address):
+        together = [dialler.link.dial(address) for _ in range(2)]
+        for conn in together:
+            conn.close()
+        conn = dialler.link.dial(address)
+        world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
 
 
 def test_torchrpc_dials_the_address_after_one_that_is_silent(

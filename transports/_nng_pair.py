@@ -21,7 +21,7 @@ import pynng
 from pynng import ffi, lib
 
 from mq.errors import ForkedProcess
-from mq.stream.sockets import quiet_seconds
+from mq.stream.sockets import inode, quiet_seconds
 
 PREFIX_BYTES = 4
 HANG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
@@ -345,14 +345,6 @@ class Pair(Channel):
             os.close(self._copy)
             if self._is_open():
                 os.close(self._fd)
-
-
-def inode(fd: int) -> int:
-    """Tells whether a descriptor still is the socket that it was; 0: it is closed."""
-    try:
-        return os.fstat(fd).st_ino
-    except OSError:
-        return 0
 
 
 def unread(fd: int) -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 
 from pynng import ffi, lib
 
+from mq.stream.sockets import inode
 from transports._nng_aio import Operation
-from transports._nng_pair import HANG_UP, PREFIX_BYTES, Channel, explain, inode, unread
+from transports._nng_pair import HANG_UP, PREFIX_BYTES, Channel, explain, unread
 from transports._nng_streams import descriptors, ports_of
 
 _SIZE_BYTES = 8

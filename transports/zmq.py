@@ -28,6 +28,7 @@ from zmq.utils.garbage import gc
 from mq import addresses, options
 from mq.mesh.poller import Poller
 from mq.stream.names import Names
+from mq.stream.sockets import inode
 from mq.transport import (
     CHUNK_BYTES,
     LINGER_SECONDS,
@@ -290,7 +291,7 @@ class ZmqLink(Link):
             name, event, _ = parts
             code, fd = struct.unpack("=HI", event)
             if code in _UP:
-                self.descriptors[name, fd] = _inode(fd)
+                self.descriptors[name, fd] = inode(fd)
             elif code in _DOWN:
                 self.descriptors.pop((name, fd), None)
             if name == LISTENER:
@@ -375,7 +376,7 @@ class ZmqLink(Link):
         self._epoll.close()
         _abandoned.append((self._context, dict(self._ports)))
         for (_, fd), known in self.descriptors.items():
-            if known and _inode(fd) == known:
+            if known and inode(fd) == known:
                 os.close(fd)
 
 
@@ -383,11 +384,3 @@ class ZmqIpcLink(ZmqLink):
     """`ZmqLink` over unix sockets alone, which reach no other host."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(reach="host")
-
-
-def _inode(fd: int) -> int:
-    """Tells whether a descriptor still is the socket that it was; 0: it is closed."""
-    try:
-        return os.fstat(fd).st_ino
-    except OSError:
-        return 0

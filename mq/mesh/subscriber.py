@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from mq.borrowing import Returns
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.copying import Borrow, Copies
+from mq.mesh.ended import NOTHING_CAME, Ended
 from mq.mesh.inbox import Inbox
 from mq.mesh.incoming import Arrivals, Run, Source
 from mq.mesh.large import Take
@@ -27,33 +28,6 @@ SUBSCRIPTIONS_PER_FRAME: Final = 200
 RELEASES_PER_FRAME: Final = 1000
 MAX_REMEMBERED: Final = 1024
 """Publishers that were given up without proof and whose streams are remembered."""
-
-
-class Ended(NamedTuple):
-    """Where a stream ended, of a publisher that was given up and may return.
-
-    Attributes:
-        newest: Sequence of the last message that came, or before the retained one that
-            was still to come: newer retained messages are wanted.
-        owed: The last sequence that was owed until then: what was published after it
-            is lost, unless it comes.
-        reason: Why this member gave it up; "" where it gave this member up.
-    """
-
-    newest: int
-    owed: int
-    reason: str = ""
-
-    @classmethod
-    def of(cls, source: Source) -> Ended:
-        owed = max(source.newest, source.first - 1)
-        waiting = source.newest < source.retained
-        fate = source.session.fate
-        reason = "" if fate is None or fate.superseded else fate.reason
-        return cls(source.retained - 1 if waiting else owed, owed, reason)
-
-
-_NOTHING_CAME: Final = Ended(-1, -1)
 
 
 class Subscriber:
@@ -127,7 +101,7 @@ class Subscriber:
         """Tell a new session's peer all subscriptions, in its first frames."""
         ended = self._remembered.get(session.peer.incarnation, {})
         requests = [
-            s.add_source(session, ended.get(s.topic, _NOTHING_CAME).newest)
+            s.add_source(session, ended.get(s.topic, NOTHING_CAME).newest)
             for s in self.topics.values()
         ]
         session.introduce(
@@ -207,7 +181,7 @@ class Subscriber:
             if source is None or source in begun:
                 continue
             topic = source.subscription.topic
-            newest, owed, why = remembered.get(topic, _NOTHING_CAME)
+            newest, owed, why = remembered.get(topic, NOTHING_CAME)
             first = max(answer.next_sequence, owed + 1)
             begun[source] = source.begin(first, answer.retained, newest)
             if topic not in remembered:

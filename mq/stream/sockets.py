@@ -65,29 +65,37 @@ def copy_of(fd: int) -> Iterator[socket.socket]:
             os.close(copies[0])  # it is no socket; `socket.fromfd` would leave it open
 
 
+def inode(fd: int) -> int:
+    """Tells whether a descriptor still is the socket that it was; 0: it is closed."""
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return 0
+
+
 def quiet_seconds(fd: int) -> float | None:
     """For how long nothing has come to a TCP socket; None: it is none, or not Linux."""
     told = _tcp_info(fd, _LAST_DATA_RECV, _MILLISECONDS)
     return None if told is None else told / 1000
 
 
-def received_bytes(fd: int, inode: int) -> int | None:
+def received_bytes(fd: int, known: int) -> int | None:
     """How much has come to a TCP socket in all; None as for `quiet_seconds`.
 
     Args:
-        inode: That of the socket, as the descriptor may be another file's by now.
+        known: Its `inode`, as the descriptor may be another file's by now.
     """
-    return _tcp_info(fd, _BYTES_RECEIVED, _BYTES, inode)
+    return _tcp_info(fd, _BYTES_RECEIVED, _BYTES, known)
 
 
 def _tcp_info(
-    fd: int, at: int, field: struct.Struct, inode: int | None = None
+    fd: int, at: int, field: struct.Struct, known: int | None = None
 ) -> int | None:
     if sys.platform != "linux":  # the structure is Linux's
         return None
     try:
         with copy_of(fd) as sock:
-            if inode not in (None, os.fstat(sock.fileno()).st_ino):
+            if known is not None and inode(sock.fileno()) != known:
                 return None
             told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + field.size)
         return int(field.unpack_from(told, at)[0])
@@ -95,14 +103,14 @@ def _tcp_info(
         return None
 
 
-def shut(fd: int, inode: int) -> None:
+def shut(fd: int, known: int) -> None:
     """End the connection of an engine's socket, if it has not ended.
 
     Args:
-        inode: As for `received_bytes`.
+        known: As for `received_bytes`.
     """
     with contextlib.suppress(OSError), copy_of(fd) as sock:
-        if os.fstat(sock.fileno()).st_ino == inode:
+        if inode(sock.fileno()) == known:
             sock.shutdown(socket.SHUT_RDWR)
 
 
