@@ -56,6 +56,19 @@ def test_rounds_that_overlap_are_no_change(
     assert "slower" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("limit", "status"), [("1.2", 1), ("2.5", 0)])
+def test_one_round_each_is_no_change_but_may_be_too_slow(
+    limit: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It tells nothing of the noise; who sets a limit has said how much that may be."""
+    before, after = rounds("zmq:tcp", [10]), rounds("zmq:tcp", [20])
+    assert compared(tmp_path, before, after, "--fail-above", limit) == status
+    shown = capsys.readouterr()
+    assert "2.00" in shown.out
+    assert "slower" not in shown.out
+    assert ("2.00 times the time" in shown.err) is (status == 1)
+
+
 def test_a_rate_is_compared_as_the_time_per_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

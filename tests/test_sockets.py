@@ -1,0 +1,110 @@
+"""What the system tells of the socket of an engine, by its descriptor alone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from mq.stream import sockets
+
+
+@pytest.mark.parametrize("line", range(16))
+def test_an_interrupt_leaves_an_engine_its_descriptor(line: int) -> None:
+    """It would end the process for one that is closed behind its back."""
+    lines = itertools.count()
+
+    def interrupt(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_globals["__name__"] != sockets.__name__:
+            return None
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return interrupt
+
+    with socket.create_server(("127.0.0.1", 0)) as sock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            sockets.quiet_seconds(sock.fileno())
+        sys.settrace(before)
+        os.fstat(sock.fileno())
+
+
+def _received(fd: int) -> int | None:
+    return sockets.received_bytes(fd, os.fstat(fd).st_ino)
+
+
+def _shut(fd: int) -> None:
+    sockets.shut(fd, os.fstat(fd).st_ino)
+
+
+LOOKS: list[Callable[[int], object]] = [
+    sockets.quiet_seconds,
+    sockets.is_within_host,
+    _received,
+    _shut,
+]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_is_no_socket_any_more_leaves_nothing_open(
+    look: Callable[[int], object],
+) -> None:
+    """An engine closes a descriptor when it likes, and the system uses it again."""
+    reader, writer = os.pipe()
+    try:
+        before = os.listdir("/proc/self/fd")
+        assert not look(reader)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+        os.fstat(reader)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_what_another_socket_has_received_is_not_counted() -> None:
+    """It may have the number of one that the engine has closed."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as sender,
+        listener.accept()[0] as sock,
+    ):
+        sender.sendall(b"four")
+        assert sock.recv(4, socket.MSG_WAITALL) == b"four"
+        inode = os.fstat(sock.fileno()).st_ino
+        assert sockets.received_bytes(sock.fileno(), inode) == 4
+        assert sockets.received_bytes(sock.fileno(), inode + 1) is None
+
+
+def test_no_descriptor_has_been_quiet_for_any_time() -> None:
+    """Of a peer that is gone there is none."""
+    assert sockets.quiet_seconds(-1) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "within"), [("127.0.0.1", True), ("127.0.0.2", False)]
+)
+def test_a_socket_tells_whether_its_peer_is_on_this_host(
+    source: str, within: bool
+) -> None:
+    """It has the same address then; the second stands for another host's."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(
+            listener.getsockname(), source_address=(source, 0)
+        ) as sender,
+        listener.accept()[0] as accepted,
+    ):
+        for sock in (sender, accepted):
+            assert sockets.is_within_host(sock.fileno()) == within
+        assert not sockets.is_within_host(listener.fileno())
+    assert not sockets.is_within_host(-1)
