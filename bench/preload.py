@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 
 from mq import registry
 
 _OURS = ("join", "codec", "loans", "tensors", "arrays", "queue")
 _BENCH = ("workloads", "wire", "limits", "raw", "raw_nng", "actor_learner", "small")
 
+# Bare TensorPipe warns of every peer that leaves, between the lines of the progress.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 importlib.import_module("torch")
 with contextlib.suppress(ImportError):
     importlib.import_module("gymnasium")

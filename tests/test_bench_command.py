@@ -152,6 +152,20 @@ def test_what_starts_the_cells_sees_no_interrupt() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_only_the_progress_is_written_to_stderr(tmp_path: Path) -> None:
+    """Not what TensorPipe warns of as the other end leaves."""
+    chosen = ["--transports", "raw:torchrpc", "--rounds", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mq", "bench", *SMALL, *chosen, "--output", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if line and not line[1:2].isdigit()] == []
+
+
 def test_a_quick_run_begins_no_cell_after_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
