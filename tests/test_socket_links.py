@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
-import itertools
 import os
 import socket
-import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import nng_links
@@ -24,7 +18,6 @@ from nng_links import nng_runs
 from tls_files import tls_options
 
 from mq.mesh.poller import Poller
-from mq.stream import sockets
 from mq.testing.proxy import Proxy
 from mq.transport import Conn, What
 from transports.tcp import TcpLink
@@ -326,75 +319,3 @@ def test_the_socket_tells_for_how_long_it_has_been_quiet(name: str) -> None:
                 ),
                 "its end",
             )
-
-
-@pytest.mark.parametrize("line", range(16))
-def test_an_interrupt_leaves_an_engine_its_descriptor(line: int) -> None:
-    """It would end the process for one that is closed behind its back."""
-    lines = itertools.count()
-
-    def interrupt(frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_globals["__name__"] != sockets.__name__:
-            return None
-        if event == "line" and next(lines) == line:
-            raise KeyboardInterrupt
-        return interrupt
-
-    with socket.create_server(("127.0.0.1", 0)) as sock, warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        before = sys.gettrace()
-        sys.settrace(interrupt)
-        with contextlib.suppress(KeyboardInterrupt):
-            sockets.quiet_seconds(sock.fileno())
-        sys.settrace(before)
-        os.fstat(sock.fileno())
-
-
-def _received(fd: int) -> int | None:
-    return sockets.received_bytes(fd, os.fstat(fd).st_ino)
-
-
-def _shut(fd: int) -> None:
-    sockets.shut(fd, os.fstat(fd).st_ino)
-
-
-LOOKS: list[Callable[[int], object]] = [
-    sockets.quiet_seconds,
-    _received,
-    _shut,
-]
-
-
-@pytest.mark.parametrize("look", LOOKS)
-def test_what_is_no_socket_any_more_leaves_nothing_open(
-    look: Callable[[int], object],
-) -> None:
-    """An engine closes a descriptor when it likes, and the system uses it again."""
-    reader, writer = os.pipe()
-    try:
-        before = os.listdir("/proc/self/fd")
-        assert not look(reader)
-        assert len(os.listdir("/proc/self/fd")) == len(before)
-        os.fstat(reader)
-    finally:
-        os.close(reader)
-        os.close(writer)
-
-
-def test_what_another_socket_has_received_is_not_counted() -> None:
-    """It may have the number of one that the engine has closed."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as sender,
-        listener.accept()[0] as sock,
-    ):
-        sender.sendall(b"four")
-        assert sock.recv(4, socket.MSG_WAITALL) == b"four"
-        inode = os.fstat(sock.fileno()).st_ino
-        assert sockets.received_bytes(sock.fileno(), inode) == 4
-        assert sockets.received_bytes(sock.fileno(), inode + 1) is None
-
-
-def test_no_descriptor_has_been_quiet_for_any_time() -> None:
-    """Of a peer that is gone there is none."""
-    assert sockets.quiet_seconds(-1) is None

@@ -65,21 +65,43 @@ def raw_dealer() -> Iterator[RawDealer]:
     context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("wire", ["ipc", "tcp"])
-def test_large_bodies_are_for_wires_within_the_host(wire: str) -> None:
-    """At both ends: over a slow wire a body of 12 MiB would pass for silence."""
+def _limits(wire: str) -> set[tuple[int, int | None]]:
+    """How large a message may be one body, and what may be under way, at both ends."""
     with World(functools.partial(ZmqLink, wires=(wire,))) as world:
-        ends = world.connect()
-        found = [(conn.whole_bytes, conn.most_unanswered is None) for conn in ends]
-
-    whole = WHOLE_BYTES - LEAD_BYTES
-    assert found == [(whole, False) if wire == "ipc" else (0, True)] * 2
+        return {(conn.whole_bytes, conn.most_unanswered) for conn in world.connect()}
 
 
+@pytest.mark.parametrize("wire", ["ipc", "tcp"])
+def test_large_messages_are_one_body(wire: str) -> None:
+    """Whose peers are asked to answer before many of them are under way."""
+    assert _limits(wire) == {(WHOLE_BYTES - LEAD_BYTES, 8 << 20)}
+
+
+@pytest.mark.parametrize(
+    ("wire", "whole"), [("ipc", WHOLE_BYTES - LEAD_BYTES), ("tcp", 0)]
+)
+def test_a_kernel_that_does_not_tell_of_a_part_of_a_body_gets_chunks(
+    monkeypatch: pytest.MonkeyPatch, wire: str, whole: int
+) -> None:
+    """Over a slow wire a body of 12 MiB would pass for silence."""
+    monkeypatch.setattr("transports._zmq_conns.quiet_seconds", lambda fd: None)
+    assert _limits(wire) == {(whole, 8 << 20)}
+
+
+@pytest.mark.parametrize(("wire", "most"), [("ipc", 8 << 20), ("tcp", 16 << 20)])
+def test_more_is_under_way_to_another_host(
+    monkeypatch: pytest.MonkeyPatch, wire: str, most: int
+) -> None:
+    """Its answers take longer, and the wire would be idle meanwhile."""
+    monkeypatch.setattr("transports._zmq_conns.is_within_host", lambda fd: False)
+    assert _limits(wire) == {(WHOLE_BYTES - LEAD_BYTES, most)}
+
+
+@pytest.mark.parametrize("wire", ["ipc", "tcp"])
 @pytest.mark.parametrize("nbytes", [33_000, 200_000, 1_250_000, WHOLE_BYTES])
-def test_what_follows_the_lead_is_aligned(nbytes: int) -> None:
+def test_what_follows_the_lead_is_aligned(nbytes: int, wire: str) -> None:
     """Where ZeroMQ has it, at both ends: else the mesh would copy every body."""
-    with World(functools.partial(ZmqLink, wires=("ipc",))) as world:
+    with World(functools.partial(ZmqLink, wires=(wire,))) as world:
         for sender in world.connect():
             for _ in range(4):
                 world.send(sender, b"head", bytes(nbytes))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from mq.stream.sockets import quiet_seconds
+from mq.stream.sockets import is_within_host, quiet_seconds
 from mq.transport import (
     CHUNK_BYTES,
     LINGER_SECONDS,
@@ -36,11 +36,11 @@ BURST = 32
 SIZE_BYTES = 4
 """Bytes in which a head tells the size of its body."""
 WHOLE_BYTES = 12 * CHUNK_BYTES
-"""The largest body. Nothing of it is seen before all of it is there, so over a slow
-wire it would pass for silence: such are cut for peers within this host only."""
+"""The largest body."""
 LEAD_BYTES = 8
 """The engine's memory for a body begins 8 bytes after a multiple of 16."""
 _AHEAD_BYTES = 8 * CHUNK_BYTES
+_AHEAD_BYTES_FAR = 16 * CHUNK_BYTES  # another host's answer takes the wire's round trip
 
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
@@ -206,17 +206,28 @@ class ZmqConn(Conn):
         self._settle(not sent)
         return sent
 
-    def _is_local(self) -> bool:
+    @abstractmethod
+    def _fd(self) -> int:
+        """The engine's descriptor for it; -1: there is none."""
+
+    def _is_ipc(self) -> bool:
         return self.describe().get("wire") == "ipc"
+
+    def quiet_seconds(self) -> float | None:
+        return quiet_seconds(self._fd())
 
     @property
     def whole_bytes(self) -> int:  # type: ignore[override]
-        return WHOLE_BYTES - LEAD_BYTES if self._is_local() else 0
+        # The engine tells of nothing of a body before all of it is there, which over a
+        # slow wire would pass for silence where the kernel cannot be asked.
+        is_seen = self._is_ipc() or self.quiet_seconds() is not None
+        return WHOLE_BYTES - LEAD_BYTES if is_seen else 0
 
     @property
     def most_unanswered(self) -> int | None:  # type: ignore[override]
         # The engine counts messages, not bytes; large ones would be too many.
-        return _AHEAD_BYTES if self._is_local() else None
+        is_near = self._is_ipc() or is_within_host(self._fd())
+        return _AHEAD_BYTES if is_near else _AHEAD_BYTES_FAR
 
     @abstractmethod
     def _send(
@@ -323,9 +334,9 @@ class Dialled(ZmqConn):
         self._refused = refused
         self.port.link.keep(self.port)
 
-    def quiet_seconds(self) -> float | None:
+    def _fd(self) -> int:
         fds = [fd for name, fd in self.port.link.descriptors if name == self._name]
-        return quiet_seconds(fds[-1]) if fds else None
+        return fds[-1] if fds else -1
 
     def receive(self) -> tuple[bytes, int] | None:
         self.port.link.keep(self.port)

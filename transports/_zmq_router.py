@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import zmq
 
-from mq.stream.sockets import copy_of, quiet_seconds
+from mq.stream.sockets import copy_of
 from mq.transport import Event, What
 from transports._zmq_conns import BURST, FAILURES, IN, NOW, Port, ZmqConn
 
@@ -28,8 +28,8 @@ class Accepted(ZmqConn):
     def describe(self) -> Mapping[str, str]:
         return {"wire": self._wire} if self._wire else {}
 
-    def quiet_seconds(self) -> float | None:
-        return quiet_seconds(self.fd)
+    def _fd(self) -> int:
+        return self.fd
 
     def guard(self, most_bytes: int | None) -> None:
         self.port.link.guard(self.fd, most_bytes)

@@ -79,6 +79,15 @@ def quiet_seconds(fd: int) -> float | None:
     return None if told is None else told / 1000
 
 
+def is_within_host(fd: int) -> bool:
+    """Whether a TCP socket's ends have the same address; not where it is none."""
+    try:
+        with copy_of(fd) as sock:
+            return bool(sock.getsockname()[0] == sock.getpeername()[0])
+    except (OSError, IndexError):
+        return False
+
+
 def received_bytes(fd: int, known: int) -> int | None:
     """How much has come to a TCP socket in all; None as for `quiet_seconds`.
 
