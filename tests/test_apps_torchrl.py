@@ -190,3 +190,27 @@ def test_threads_of_an_actor_share_its_end() -> None:
     for number, action in found.items():
         torch.testing.assert_close(action, policy()(request(number))["action"])
     assert len(found) == 8
+
+
+def test_an_actor_started_again_gets_no_answer_of_the_one_before() -> None:
+    """It has the name of the one that died, whose request was answered later."""
+    group, began, go = "torchrl-again", threading.Event(), threading.Event()
+
+    def slow(observation: torch.Tensor) -> torch.Tensor:
+        began.set()
+        assert go.wait(60)
+        return observation
+
+    model = TensorDictModule(slow, in_keys=["observation"], out_keys=["action"])
+    with (
+        mq.connect("inproc", group=group, name="server") as one,
+        InferenceServer(model, MqTransport(one, serves=True), max_batch_size=1),
+    ):
+        with mq.connect("inproc", group=group, name="actor") as two:
+            MqTransport(two).submit(request(1))
+            assert began.wait(60)
+        with mq.connect("inproc", group=group, name="actor") as three:
+            answer = MqTransport(three).submit(request(2))
+            go.set()
+            found = answer.result(timeout=60)["action"]
+    torch.testing.assert_close(found, torch.full((4,), 2.0))

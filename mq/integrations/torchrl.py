@@ -22,6 +22,7 @@ has no room for is dropped, and it is told so as soon as it has room again.
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
 from collections import deque
@@ -68,7 +69,8 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         self._serves = serves
         self._timeout = timeout
         self._pending: deque[mq.Message] = deque()
-        self._numbers = itertools.count()
+        # Not from 0: an answer to who had this name before is none of ours.
+        self._numbers = itertools.count(secrets.randbits(62))
         self._answers: dict[int, dict[str, Any]] = {}
         self._dropped: dict[str, list[int]] = {}  # by actor: requests not answered
         self._lock = threading.Lock()
