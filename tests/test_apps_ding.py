@@ -23,8 +23,8 @@ needs_ding = pytest.mark.skipif(
 )
 
 
-def run(heard: Path, *arguments: str | Path) -> None:
-    """Run Python; afterwards node 0 must have heard everything from both others."""
+def start(*arguments: str | Path, heard: Path | str = "") -> tuple[int, str]:
+    """Run Python; its exit status, and what it said on stderr."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=HERE.parent,
@@ -34,7 +34,13 @@ def run(heard: Path, *arguments: str | Path) -> None:
         timeout=180,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    return done.returncode, done.stderr
+
+
+def run(heard: Path, *arguments: str | Path) -> None:
+    """Run Python; afterwards node 0 must have heard everything from both others."""
+    status, said = start(*arguments, heard=heard)
+    assert status == 0, said
     numbers = list(range(1000, 1040))
     assert heard.read_text().splitlines() == [f"1 {numbers}", f"2 {numbers}"]
 
@@ -53,3 +59,13 @@ def test_the_command_is_ditask_with_our_backends(tmp_path: Path) -> None:
     command += ["--parallel-workers", "3", "--startup-interval", "0"]
     program = ["--package", str(HERE), "--main", "ding_program.told"]
     run(tmp_path / "heard", *command, *program)
+
+
+@needs_ding
+def test_workers_wait_for_each_other_at_a_barrier(tmp_path: Path) -> None:
+    """DI-engine's own, told as for its mesh by how many each worker is attached to."""
+    path = tmp_path / "steps"
+    status, said = start(HERE / "ding_barrier.py", "shm", path)
+    assert status == 0, said
+    nodes = path.read_text().split()
+    assert [sorted(nodes[:3]), sorted(nodes[3:])] == [["0", "1", "2"]] * 2

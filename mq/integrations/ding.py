@@ -53,11 +53,23 @@ class Queue(DingQueue):  # type: ignore[misc]
         group: Of the run.
         member: This worker's name.
         workers: How many workers to wait for.
+        earlier: The workers of this command that come before this one.
+
+    Attributes:
+        attach_to: Whom DI-engine would have this worker connect to, in its mesh: its
+            `Barrier` waits for as many and those that it was told of.
     """
 
     def __init__(
-        self, backend: str, group: str, member: str, workers: int, **_: object
+        self,
+        backend: str,
+        group: str,
+        member: str,
+        workers: int,
+        earlier: Sequence[str],
+        **_: object,
     ) -> None:
+        self.attach_to = list(earlier)
         self._queue = mq.connect(backend, group=group, name=member)
         self._queue.wait_for_members(workers, timeout=_TOGETHER)
 
@@ -140,6 +152,7 @@ def _runner(
     nodes = list(Parallel.padding_param(node_ids, n_parallel_workers, 0))
     if len(set(nodes)) != n_parallel_workers:
         raise ValueError(f"{n_parallel_workers} workers need as many ids, not {nodes}")
+    names = [f"node-{node}" for node in nodes]
     known = ("labels", "auto_recover", "max_retries", "startup_interval")
     shared = {name: options[name] for name in known if name in options}
 
@@ -153,8 +166,9 @@ def _runner(
                 "local_id": place,
                 "backend": backend,
                 "group": group,
-                "member": f"node-{node}",
+                "member": names[place],
                 "workers": n_parallel_workers,
+                "earlier": names[:place],
             }
             for place, node in enumerate(nodes)
         ]
