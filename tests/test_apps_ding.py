@@ -46,7 +46,7 @@ def run(heard: Path, *arguments: str | Path) -> None:
 
 
 @needs_ding
-@pytest.mark.parametrize("mq_type", ["shm", "zmq", "tcp", "mq:nng", "torchrpc:cpu"])
+@pytest.mark.parametrize("mq_type", ["shm", "zmq", "tcp", "mq:nng", "torchrpc"])
 def test_workers_hear_every_event_of_each_other(mq_type: str, tmp_path: Path) -> None:
     """Over any backend, with nothing lost, and all of them end."""
     run(tmp_path / "heard", HERE / "ding_program.py", mq_type, tmp_path / "heard")
@@ -69,3 +69,20 @@ def test_workers_wait_for_each_other_at_a_barrier(tmp_path: Path) -> None:
     assert status == 0, said
     nodes = path.read_text().split()
     assert [sorted(nodes[:3]), sorted(nodes[3:])] == [["0", "1", "2"]] * 2
+
+
+@needs_ding
+@pytest.mark.parametrize(
+    ("mq_type", "reason"),
+    [
+        ("shmm", "no transport 'shmm'; did you mean 'shm'?"),
+        ("tls", "tls needs certificate="),
+    ],
+)
+def test_the_last_line_says_why_no_worker_can_run(
+    mq_type: str, reason: str, tmp_path: Path
+) -> None:
+    """Whether it is known before they start, or each finds out."""
+    status, said = start(HERE / "ding_program.py", mq_type, tmp_path / "heard")
+    assert status == 1
+    assert reason in said.splitlines()[-1]

@@ -104,20 +104,24 @@ def register() -> None:
     """Let DI-engine know mq's backends. Idempotent."""
     if getattr(Parallel.runner, "of_mq", False):
         return
-    for name in registry.names():
+    for name in (*registry.names(), *registry.aliases):
         for mq_type in (name, _PREFIX + name):
             if mq_type not in MQ_REGISTRY:
                 MQ_REGISTRY.register(mq_type)(Queue)
     theirs = Parallel.runner
 
     def runner(n_parallel_workers: int, mq_type: str = "nng", **options: Any) -> Any:
-        if MQ_REGISTRY.get(mq_type) is not Queue:
+        if mq_type in MQ_REGISTRY and MQ_REGISTRY.get(mq_type) is not Queue:
             return theirs(n_parallel_workers, mq_type, **options)
         backend = mq_type.removeprefix(_PREFIX)
+        registry.load(backend)  # here, not in each worker, says why it cannot be used
         return _runner(n_parallel_workers, mq_type, backend, **options)
 
     runner.of_mq = True  # type: ignore[attr-defined]
     Parallel.runner = staticmethod(runner)
+    # `Parallel.stop` looks for it, also where no queue could be made: what it raised
+    # would hide why.
+    Parallel._mq = None
     for name in ("on", "once"):
         setattr(Parallel, name, _listening_first(name))
 
