@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -96,6 +100,69 @@ def test_an_actor_whose_server_is_gone_is_told() -> None:
                 answer.result(timeout=0.01)
         with pytest.raises(mq.PeerLost):
             answer.result(timeout=60)
+
+
+def test_an_actor_whose_server_was_replaced_is_told() -> None:
+    """Also by one of the same name, which knows nothing of the request."""
+    group, name = "torchrl-replaced", "server"
+    with mq.connect("inproc", group=group, name="actor") as queue:
+        transport = MqTransport(queue)
+        with mq.connect("inproc", group=group, name=name) as first:
+            MqTransport(first, serves=True)
+            answer = transport.submit(request(0))
+        with (
+            mq.connect("inproc", group=group, name=name) as second,
+            InferenceServer(policy(), MqTransport(second, serves=True)),
+        ):
+            with pytest.raises(mq.PeerLost):
+                answer.result(timeout=60)
+            assert transport.client()(request(1))["action"].shape == (2,)
+
+
+def ask_again_and_again(answer: Answer, end: float) -> None:
+    while time.monotonic() < end:
+        with contextlib.suppress(TimeoutError):
+            answer.result(timeout=0.01)
+
+
+def test_who_asks_again_and_again_is_told_that_the_server_is_gone() -> None:
+    """As one is that waits: the answer is done, and raises."""
+    with mq.connect("inproc", group="torchrl-polled", name="actor") as queue:
+        transport = MqTransport(queue)
+        with mq.connect("inproc", group="torchrl-polled", name="server") as server:
+            MqTransport(server, serves=True)
+            answers = [transport.submit(request(number)) for number in range(2)]
+        end = time.monotonic() + 60
+        while not answers[0].done():
+            assert time.monotonic() < end
+        with pytest.raises(mq.PeerLost):
+            ask_again_and_again(answers[1], end)
+
+
+def test_answers_that_nobody_waits_for_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of requests that were given up, and of which the answers came later."""
+    came = []
+    with (
+        mq.connect("inproc", group="torchrl-kept", name="server") as one,
+        mq.connect("inproc", group="torchrl-kept", name="actor") as two,
+        InferenceServer(policy(), MqTransport(one, serves=True)),
+    ):
+        real = two.recv
+
+        def recv(timeout: float | None = None) -> mq.Message:
+            message = real(timeout)
+            came.append(weakref.ref(message.payload["result"]))
+            return message
+
+        monkeypatch.setattr(two, "recv", recv)
+        transport = MqTransport(two)
+        for number in range(10):
+            transport.submit(request(number))
+        assert transport.client()(request(1))["action"].shape == (2,)
+        gc.collect()
+        assert [one() for one in came] == [None] * 11
 
 
 def test_lost_requests_do_not_end_the_server(

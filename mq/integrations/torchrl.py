@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tensordict import TensorDict, TensorDictBase
 from torchrl.modules.inference_server import InferenceTransport
@@ -71,7 +72,8 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         self._pending: deque[mq.Message] = deque()
         # Not from 0: an answer to who had this name before is none of ours.
         self._numbers = itertools.count(secrets.randbits(62))
-        self._answers: dict[int, dict[str, Any]] = {}
+        # Weak: nobody takes the answer to a request of which the caller let go.
+        self._open: WeakValueDictionary[int, Answer] = WeakValueDictionary()
         self._dropped: dict[str, list[int]] = {}  # by actor: requests not answered
         self._lock = threading.Lock()
         topic = REQUESTS if serves else replies(queue.name)
@@ -88,39 +90,67 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         """
         if self._serves:
             raise RuntimeError("this is the server's end; actors have their own queue")
+        answer = Answer(self, next(self._numbers), self._server())
+        self._open[answer.number] = answer
+        request = {"number": answer.number, "input": td.to_tensordict()}
+        self._queue.publish(REQUESTS, request, timeout=self._timeout)
+        return answer
+
+    def _server(self) -> str:
+        """The incarnation of the group's server, which is waited for."""
         self._queue.wait_for_subscribers(REQUESTS, 1, timeout=self._timeout)
         servers = self._queue.subscribers(REQUESTS)
         if len(servers) > 1:
             raise RuntimeError(f"a group has one inference server, not {servers}")
-        number = next(self._numbers)
-        request = {"number": number, "input": td.to_tensordict()}
-        self._queue.publish(REQUESTS, request, timeout=self._timeout)
-        return Answer(self, number)
+        members = self._queue.members()
+        return next((one.incarnation for one in members if one.name in servers), "")
 
-    def _answer(self, number: int, timeout: float | None) -> dict[str, Any] | None:
-        """The answer to a request; None if it has not come in time.
-
-        Raises:
-            mq.PeerLost: The server is gone.
-        """
+    def settled(self, answer: Answer, timeout: float | None) -> bool:
+        """Whether a request has its answer, or will never have one, in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
+        while answer.payload is None:
             with self._lock:
-                if number in self._answers:
-                    return self._answers.pop(number)
-                left = _LOOK if deadline is None else deadline - time.monotonic()
-                try:
-                    payload = self._queue.recv(max(0.0, min(left, _LOOK))).payload
-                except mq.RecvTimeout:
-                    if deadline is not None and time.monotonic() >= deadline:
-                        return None
-                    self._check()
-                else:
-                    self._answers |= dict.fromkeys(payload["numbers"], payload)
+                if answer.payload is not None:
+                    break
+                gone = self._gone(answer)
+                until = answer.look_at if deadline is None else deadline
+                left = min(until, answer.look_at) - time.monotonic()
+                # What a server said last may be there after it has gone.
+                if self._take(0.0 if gone else max(0.0, left)):
+                    continue
+                if gone:
+                    text = f"{self._queue!r}: the inference server is gone"
+                    self._settle([answer.number], {"gone": text})
+                elif deadline is not None and time.monotonic() >= deadline:
+                    return False
+        return True
 
-    def _check(self) -> None:
-        if not self._queue.subscribers(REQUESTS):
-            raise mq.PeerLost(f"{self._queue!r}: the inference server is gone")
+    def _gone(self, answer: Answer) -> bool:
+        """Whether the server that was asked is gone, as far as was looked now.
+
+        Another one in its place, which may have its name, knows nothing of the request.
+        """
+        if time.monotonic() < answer.look_at:
+            return False
+        if all(one.incarnation != answer.server for one in self._queue.members()):
+            return True
+        answer.look_at = time.monotonic() + _LOOK
+        return False
+
+    def _take(self, timeout: float) -> bool:
+        """Whether an answer came in so many seconds, to whatever request."""
+        try:
+            payload = self._queue.recv(timeout).payload
+        except mq.RecvTimeout:
+            return False
+        self._settle(payload["numbers"], payload)
+        return True
+
+    def _settle(self, numbers: list[int], payload: dict[str, Any]) -> None:
+        for number in numbers:
+            answer = self._open.pop(number, None)
+            if answer is not None:
+                answer.payload = payload
 
     # -- the server's end ----------
 
@@ -189,18 +219,26 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
 
 
 class Answer:
-    """The answer to come, as a future has it."""
+    """The answer to come, as a future has it.
 
-    def __init__(self, transport: MqTransport, number: int) -> None:
+    Args:
+        server: The incarnation of the server that is asked.
+
+    Attributes:
+        payload: What came, or why nothing will; None before.
+        look_at: When to look whether the server is still there.
+    """
+
+    def __init__(self, transport: MqTransport, number: int, server: str) -> None:
         self._transport = transport
-        self._number = number
-        self._payload: dict[str, Any] | None = None
+        self.number = number
+        self.server = server
+        self.payload: dict[str, Any] | None = None
+        self.look_at = time.monotonic() + _LOOK
 
     def done(self) -> bool:
-        """Whether `result` will return at once."""
-        if self._payload is None:
-            self._payload = self._transport._answer(self._number, 0)
-        return self._payload is not None
+        """Whether `result` will return, or raise why it never will, at once."""
+        return self._transport.settled(self, 0)
 
     def result(self, timeout: float | None = None) -> TensorDictBase:
         """The server's output.
@@ -210,10 +248,11 @@ class Answer:
             InferenceFailed: The model raised, or the answer was dropped.
             mq.PeerLost: The server is gone.
         """
-        if self._payload is None:
-            self._payload = self._transport._answer(self._number, timeout)
-        if self._payload is None:
-            raise TimeoutError(f"no answer to request {self._number} in {timeout:g} s")
-        if "error" in self._payload:
-            raise InferenceFailed(self._payload["error"])
-        return self._payload["result"]
+        if not self._transport.settled(self, timeout) or self.payload is None:
+            number = self.number
+            raise TimeoutError(f"no answer to request {number} in {timeout:g} s")
+        if "gone" in self.payload:
+            raise mq.PeerLost(self.payload["gone"])
+        if "error" in self.payload:
+            raise InferenceFailed(self.payload["error"])
+        return self.payload["result"]
