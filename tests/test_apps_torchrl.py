@@ -165,26 +165,55 @@ def test_answers_that_nobody_waits_for_are_not_kept(
         assert [one() for one in came] == [None] * 11
 
 
+def lose_first(queue: mq.MQ, sender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lose what the queue receives first, as after a long stall."""
+    real, errors = queue.recv, [mq.MessagesLost(sender, ["some topic"], 3)]
+
+    def recv(timeout: float | None = None) -> mq.Message:
+        message = real(timeout)
+        if errors:
+            raise errors.pop()
+        return message
+
+    monkeypatch.setattr(queue, "recv", recv)
+
+
 def test_lost_requests_do_not_end_the_server(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are logged with who sent them, and the next one is answered."""
+    """They are logged with who sent them, who is told; the next one is answered."""
     with (
         mq.connect("inproc", group="torchrl-lost", name="server") as one,
         mq.connect("inproc", group="torchrl-lost", name="actor") as two,
     ):
-        real, errors = one.recv, [mq.MessagesLost("actor", ["requests"], 3)]
-
-        def recv(timeout: float | None = None) -> mq.Message:
-            if errors:
-                raise errors.pop()
-            return real(timeout)
-
-        monkeypatch.setattr(one, "recv", recv)
+        lose_first(one, "actor", monkeypatch)
         with InferenceServer(policy(), MqTransport(one, serves=True)):
             client = MqTransport(two).client()
+            with pytest.raises(InferenceFailed, match="lost on their way"):
+                client.submit(request(1)).result(timeout=60)
             assert client(request(2))["action"].shape == (2,)
     assert "3 message(s) from 'actor'" in caplog.text
+
+
+def test_lost_answers_are_waited_for_by_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not only who received the notice is told; the next request is answered."""
+    with (
+        mq.connect("inproc", group="torchrl-gap", name="server") as one,
+        mq.connect("inproc", group="torchrl-gap", name="actor") as two,
+    ):
+        end = MqTransport(one, serves=True)
+        client = MqTransport(two).client()
+        lose_first(two, "server", monkeypatch)
+        answers = [client.submit(request(number)) for number in range(2)]
+        inputs, callbacks = end.drain(1)
+        end.resolve(callbacks[0], inputs[0])
+        for answer in answers:
+            with pytest.raises(InferenceFailed, match=r"3 message.* were lost"):
+                answer.result(timeout=60)
+        with InferenceServer(policy(), end):
+            assert client(request(2))["action"].shape == (2,)
 
 
 def outcome(answer: Answer) -> str:

@@ -38,6 +38,8 @@ from mq.log import Log
 logger = Log(__name__)
 
 REQUESTS = "torchrl.requests"
+EVERY = -1
+"""In place of a request's number: all to which their actor has no answer yet."""
 _LOOK = 0.5  # seconds between two looks whether the server is still there
 
 
@@ -74,7 +76,7 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         self._numbers = itertools.count(secrets.randbits(62))
         # Weak: nobody takes the answer to a request of which the caller let go.
         self._open: WeakValueDictionary[int, Answer] = WeakValueDictionary()
-        self._dropped: dict[str, list[int]] = {}  # by actor: requests not answered
+        self._dropped: dict[str, list[int]] = {}  # by actor: not to be answered
         self._lock = threading.Lock()
         topic = REQUESTS if serves else replies(queue.name)
         queue.subscribe(topic, timeout=timeout)
@@ -143,10 +145,16 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
             payload = self._queue.recv(timeout).payload
         except mq.RecvTimeout:
             return False
+        except (mq.MessagesLost, mq.CodecError) as error:
+            # Whose answers these were is not known; nobody shall wait for ever.
+            payload = {"numbers": [EVERY], "error": str(error)}
         self._settle(payload["numbers"], payload)
         return True
 
     def _settle(self, numbers: list[int], payload: dict[str, Any]) -> None:
+        if EVERY in numbers:
+            references = self._open.valuerefs()
+            numbers = [one.number for ref in references if (one := ref()) is not None]
         for number in numbers:
             answer = self._open.pop(number, None)
             if answer is not None:
@@ -165,8 +173,11 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
             self._pending.append(self._queue.recv(timeout))
         except mq.RecvTimeout:
             return False
-        except (mq.MessagesLost, mq.CodecError) as error:
-            # One actor's trouble, of which it is told by its own end; others go on.
+        except mq.MessagesLost as error:
+            # One actor's trouble, of which its own end knows nothing; others go on.
+            logger.warning("%r: %s", self._queue, error)
+            self._dropped.setdefault(error.sender, []).append(EVERY)
+        except mq.CodecError as error:
             logger.warning("%r: %s", self._queue, error)
         return True
 
@@ -174,7 +185,7 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         self, max_items: int
     ) -> tuple[list[TensorDictBase], list[tuple[str, int]]]:
         """Requests that are there, with whom they are from."""
-        self._tell_who_was_behind()
+        self._tell_of_dropped()
         while len(self._pending) < max_items and self._receive(0):
             pass
         count = min(max_items, len(self._pending))
@@ -201,10 +212,12 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
                 logger.warning("%s; its answers are dropped until it reads", error)
             self._dropped.setdefault(sender, []).append(number)
 
-    def _tell_who_was_behind(self) -> None:
+    def _tell_of_dropped(self) -> None:
         """Let those who have room again know which answers they will not get."""
         for sender, numbers in list(self._dropped.items()):
             text = "the answer was dropped: this actor had not read those before it"
+            if EVERY in numbers:
+                text = "requests were lost on their way to the server: ask again"
             try:
                 self._publish(sender, numbers, {"error": text}, 0)
             except mq.PublishTimeout:
@@ -245,7 +258,7 @@ class Answer:
 
         Raises:
             TimeoutError: It has not come in time; ask again later.
-            InferenceFailed: The model raised, or the answer was dropped.
+            InferenceFailed: The model raised, or request or answer were lost.
             mq.PeerLost: The server is gone.
         """
         if not self._transport.settled(self, timeout) or self.payload is None:
