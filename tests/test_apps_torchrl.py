@@ -86,6 +86,49 @@ def test_an_error_of_the_model_reaches_the_actor() -> None:
         assert client(request(1))["action"].shape == (2,)
 
 
+def test_an_error_that_cannot_be_sent_does_not_end_the_server() -> None:
+    """Its text is changed, so that it can be."""
+
+    def failing(observation: torch.Tensor) -> torch.Tensor:
+        if observation.sum():
+            raise FileNotFoundError("no file '\udcff'" + "." * 2_000_000)
+        return observation
+
+    model = TensorDictModule(failing, in_keys=["observation"], out_keys=["action"])
+    limit = {"max_message_bytes": 100_000}
+    with (
+        mq.connect("inproc", group="torchrl-text", name="server") as one,
+        mq.connect("inproc", group="torchrl-text", name="actor", **limit) as two,
+        InferenceServer(model, MqTransport(one, serves=True)),
+    ):
+        client = MqTransport(two).client()
+        with pytest.raises(InferenceFailed, match=r"no file '\\udcff'"):
+            client.submit(request(1)).result(timeout=60)
+        assert client.submit(request(0)).result(timeout=60)["action"].shape == (4,)
+
+
+def test_a_result_that_one_actor_cannot_take_leaves_others_theirs() -> None:
+    """They are of one batch, whose requests all fail when one answer raises."""
+    group = "torchrl-large"
+
+    def grown(observation: torch.Tensor) -> torch.Tensor:
+        return observation.repeat(1, 100_000)
+
+    model = TensorDictModule(grown, in_keys=["observation"], out_keys=["action"])
+    small = {"max_message_bytes": 100_000}
+    with (
+        mq.connect("inproc", group=group, name="server") as one,
+        mq.connect("inproc", group=group, name="small", **small) as two,
+        mq.connect("inproc", group=group, name="large") as three,
+    ):
+        end = MqTransport(one, serves=True)
+        answers = [MqTransport(queue).submit(request(1)) for queue in (two, three)]
+        with InferenceServer(model, end, min_batch_size=2, timeout=60):
+            with pytest.raises(InferenceFailed, match="100000"):
+                answers[0].result(timeout=60)
+            assert answers[1].result(timeout=60)["action"].shape == (400_000,)
+
+
 def test_an_actor_whose_server_is_gone_is_told() -> None:
     """It neither hangs nor asks a server that was never there."""
     with mq.connect("inproc", group="torchrl-gone", name="actor") as queue:

@@ -41,6 +41,7 @@ REQUESTS = "torchrl.requests"
 EVERY = -1
 """In place of a request's number: all to which their actor has no answer yet."""
 _LOOK = 0.5  # seconds between two looks whether the server is still there
+_LONGEST = 10_000  # characters that an actor is told of an error
 
 
 class InferenceFailed(RuntimeError):
@@ -195,11 +196,18 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
 
     def resolve(self, callback: tuple[str, int], result: TensorDictBase) -> None:
         """Answer a request; an actor that is gone or behind is not waited for."""
-        self._reply(callback, {"result": result.to_tensordict()})
+        try:
+            self._reply(callback, {"result": result.to_tensordict()})
+        except (mq.CodecError, mq.MessageTooLarge) as error:
+            # Raised, it would be the answer to every request of the batch.
+            self.resolve_exception(callback, error)
 
     def resolve_exception(self, callback: tuple[str, int], exc: BaseException) -> None:
         """Answer a request by an error, which the actor raises as `InferenceFailed`."""
-        self._reply(callback, {"error": f"{type(exc).__name__}: {exc}"})
+        text = f"{type(exc).__name__}: {exc}"[:_LONGEST]
+        # What cannot be sent, as a file's odd name, would end the server.
+        sendable = text.encode("utf-8", "backslashreplace").decode()
+        self._reply(callback, {"error": sendable})
 
     def _reply(self, callback: tuple[str, int], answer: dict[str, Any]) -> None:
         sender, number = callback
