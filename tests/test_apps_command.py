@@ -90,6 +90,8 @@ def test_a_full_run_has_all_splits_and_seeds() -> None:
     assert planned("dqn", "--game", "CartPole-v1", "--seeds", "2, 0") == [
         *(seeds[2], seeds[0]),
     ]
+    games = ["--game", "CartPole-v1, ALE/Pong-v5,CartPole-v1"]
+    assert planned("dqn", *games) == [*seeds, "dqn ALE/Pong-v5 seed=0"]
 
 
 def test_how_the_dqn_learns_can_be_chosen() -> None:
@@ -204,6 +206,9 @@ def test_a_failing_stage_fails_its_row_and_the_run(
         (["--num-split", "3"], "a batch of 64 cannot be split into 3 equal parts"),
         (["--seeds", "0,one"], "no list of different numbers"),
         (["--seeds", "0,²"], "no list of different numbers"),
+        (["--seeds", "0,00"], "no list of different numbers"),
+        (["--game", "CartPole-v1,"], "names nothing"),
+        (["--game", "Cart Pole-v1"], "no name of a game"),
     ],
 )
 def test_bad_arguments_are_refused_in_words(

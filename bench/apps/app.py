@@ -109,12 +109,21 @@ def count(text: str) -> int:
     return int(text)
 
 
+def words(text: str) -> list[str]:
+    """Names such as A,B, each once, for argparse."""
+    found = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing between two commas")
+    return found
+
+
 def numbers(text: str) -> list[int]:
     """Different numbers such as 0,1,2, for argparse."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() for word in words) or len({*words}) < len(words):
+    found = [int(w) if w.strip().isdecimal() else None for w in text.split(",")]
+    known = [number for number in found if number is not None]
+    if len({*known}) < len(found):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of different numbers")
-    return [int(word) for word in words]
+    return known
 
 
 def counts(text: str) -> list[int]:

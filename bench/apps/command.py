@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench import report
-from bench.apps.app import ALONE, NAMES, QUICK, App, AppCell, count, load
+from bench.apps.app import ALONE, NAMES, QUICK, App, AppCell, count, load, words
 from bench.progress import Progress, title
 from bench.rows import PLANNED, Result, Writer, environment
 from bench.runner import run_cell
@@ -72,7 +72,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--backend",
-        type=_words,
+        type=words,
         default=list(DEFAULT),
         metavar="A,B",
         help=f"backend strings (default: {','.join(DEFAULT)})",
@@ -93,20 +93,13 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _words(text: str) -> list[str]:
-    words = list(dict.fromkeys(word.strip() for word in text.split(",")))
-    if not all(words):
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing between two commas")
-    return words
-
-
 def _names(text: str) -> list[str]:
-    for name in _words(text):
+    for name in words(text):
         if name not in NAMES:
             raise argparse.ArgumentTypeError(
                 f"no application {name!r}; there are {', '.join(NAMES)}"
             )
-    return _words(text)
+    return words(text)
 
 
 def _usable(parser: argparse.ArgumentParser, backends: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mq
-from bench.apps.app import App, AppCell, Arguments, count, numbers
+from bench.apps.app import App, AppCell, Arguments, count, numbers, words
 from bench.apps.dqn import curves
 from bench.apps.dqn.collector import collect
 from bench.apps.dqn.crew import collector_name
@@ -64,7 +64,7 @@ def add_arguments(parser: Arguments) -> None:
     """The task's own options."""
     parser.add_argument(
         "--game",
-        type=lambda text: text.split(","),
+        type=_games,
         default=[CARTPOLE, PONG],
         metavar="A,B",
         help=f"default: {CARTPOLE},{PONG}",
@@ -93,6 +93,15 @@ def add_arguments(parser: Arguments) -> None:
         help=f"of the learner, in other games than {CARTPOLE}",
     )
     add_variants(parser)
+
+
+def _games(text: str) -> list[str]:
+    """Names of games without a space, which ends them in a row, for argparse."""
+    found = words(text)
+    for name in found:
+        if len(name.split()) > 1:
+            raise argparse.ArgumentTypeError(f"{name!r} is no name of a game")
+    return found
 
 
 def cells(options: argparse.Namespace, backends: Sequence[str]) -> list[AppCell]:
