@@ -22,7 +22,8 @@
 #define OVERDUE_NS 1000000000 /* signals pass if the main thread is stuck for so long */
 #define LOOK_NS 20000000      /* between looks at which handlers there are */
 
-static void (*python_handler)(int);
+static void (*python_handler)(int); /* NULL until some signal has it */
+static PyObject *getsignal;         /* as in `signal`; NULL until signals are to wait */
 static unsigned char watched[NSIG]; /* the signals that are to wait */
 static int64_t looked_at;
 static _Atomic unsigned long main_thread;
@@ -90,6 +91,22 @@ let_go(void)
         }
 }
 
+/* Whether a signal's handler is that by which Python calls one of its own.
+
+   `faulthandler` puts itself before that of a signal, with a flag of its own. */
+static int
+is_pythons(int number, const struct sigaction *action)
+{
+    if (action->sa_flags & SA_NODEFER || action->sa_handler == SIG_DFL
+        || action->sa_handler == SIG_IGN || action->sa_handler == on_signal)
+        return 0;
+    PyObject *handler = PyObject_CallFunction(getsignal, "i", number);
+    int found = handler != NULL && PyCallable_Check(handler);
+    Py_XDECREF(handler);
+    PyErr_Clear();
+    return found;
+}
+
 /* Put ours before Python's handler of each signal that is to wait; how many do. */
 static int
 look(void)
@@ -100,7 +117,10 @@ look(void)
         if (!watched[number] || sigaction(number, NULL, &action) < 0
             || action.sa_flags & SA_SIGINFO)
             continue;
-        if (action.sa_handler == python_handler) {
+        /* None may have one yet: SIGINT is ignored where a shell started it with `&`. */
+        if (python_handler == NULL && is_pythons(number, &action))
+            python_handler = action.sa_handler;
+        if (python_handler != NULL && action.sa_handler == python_handler) {
             action.sa_handler = on_signal;
             sigaction(number, &action, NULL);
         }
@@ -117,7 +137,7 @@ hold(void)
         atomic_fetch_add(&depth, 1);
         return 0;
     }
-    if (python_handler != NULL) {
+    if (getsignal != NULL) {
         /* Any call may have been given another handler since. */
         int64_t now = nanoseconds(CLOCK_MONOTONIC_COARSE);
         if (now - looked_at > LOOK_NS) {
@@ -153,59 +173,28 @@ after_fork(void)
         atomic_store(&waiting[number], 0);
 }
 
-/* The handler that Python has for a signal; NULL if it is none of Python's.
-
-   `faulthandler` puts itself before that of a signal, with a flag of its own. */
-static void (*
-handler_of(int number))(int)
+PyObject *
+hold_signals(PyObject *module, PyObject *numbers)
 {
-    struct sigaction action;
-    if (sigaction(number, NULL, &action) < 0 || action.sa_flags & (SA_SIGINFO | SA_NODEFER)
-        || action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN
-        || action.sa_handler == on_signal)
-        return NULL;
-    return action.sa_handler;
-}
-
-static int
-each_number(PyObject *numbers, void (*use)(int))
-{
-    PyObject *items = PySequence_Fast(numbers, "a list of signals");
+    if (getsignal == NULL) {
+        PyObject *signals = PyImport_ImportModule("_signal");
+        getsignal = signals == NULL ? NULL : PyObject_GetAttrString(signals, "getsignal");
+        Py_XDECREF(signals);
+    }
+    PyObject *items
+        = getsignal == NULL ? NULL : PySequence_Fast(numbers, "a list of signals");
     if (items == NULL)
-        return -1;
+        return NULL;
     for (Py_ssize_t n = 0; n < PySequence_Fast_GET_SIZE(items); n++) {
         long number = PyLong_AsLong(PySequence_Fast_GET_ITEM(items, n));
         if (!PyErr_Occurred() && (number < 1 || number >= NSIG))
             PyErr_Format(PyExc_ValueError, "there is no signal %ld", number);
         if (PyErr_Occurred())
             break;
-        use((int)number);
+        watched[number] = 1;
     }
     Py_DECREF(items);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static void
-watch(int number)
-{
-    watched[number] = 1;
-}
-
-static void
-learn(int number)
-{
-    if (python_handler == NULL)
-        python_handler = handler_of(number);
-}
-
-PyObject *
-hold_signals(PyObject *module, PyObject *args)
-{
-    PyObject *numbers, *handled;
-    if (!PyArg_ParseTuple(args, "OO", &numbers, &handled)
-        || each_number(numbers, watch) < 0 || each_number(handled, learn) < 0)
-        return NULL;
-    return PyLong_FromLong(python_handler == NULL ? 0 : look());
+    return PyErr_Occurred() ? NULL : PyLong_FromLong(look());
 }
 
 PyObject *

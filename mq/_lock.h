@@ -4,6 +4,6 @@
 
 #pragma GCC visibility push(hidden)
 int add_lock(PyObject *module);
-PyObject *hold_signals(PyObject *module, PyObject *args);
+PyObject *hold_signals(PyObject *module, PyObject *numbers);
 PyObject *signal_waits(PyObject *module, PyObject *ignored);
 #pragma GCC visibility pop

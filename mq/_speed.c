@@ -1123,7 +1123,7 @@ static PyMethodDef methods[] = {
     {"fill", (PyCFunction)(void (*)(void))fill, METH_FASTCALL, NULL},
     {"follow", (PyCFunction)(void (*)(void))follow, METH_FASTCALL, NULL},
     {"pop_ready", (PyCFunction)(void (*)(void))pop_ready, METH_FASTCALL, NULL},
-    {"hold_signals", hold_signals, METH_VARARGS, NULL},
+    {"hold_signals", hold_signals, METH_O, NULL},
     {"signal_waits", signal_waits, METH_NOARGS, NULL},
     {NULL},
 };

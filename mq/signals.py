@@ -40,7 +40,7 @@ def hold() -> None:
     Handlers stay what they are: `signal.getsignal` knows nothing of this. One that is
     installed later is held from the next call on, or within 20 ms.
     """
-    hold_signals(_MAY_WAIT, [n for n in _MAY_WAIT if callable(signal.getsignal(n))])
+    hold_signals(_MAY_WAIT)
 
 
 def one_piece(timeout: float | None) -> float | None:

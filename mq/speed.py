@@ -105,13 +105,13 @@ Returns:
 """
 Lock: Final[Callable[[], threading.Lock]] = _speed.Lock if COMPILED else threading.Lock
 """A lock; compiled, signals wait while the main thread has it. See `mq.signals`."""
-hold_signals: Final[Callable[[list[int], list[int]], int]] = (
+hold_signals: Final[Callable[[list[int]], int]] = (
     _speed.hold_signals if COMPILED else _none
 )
-"""Have these signals wait for `Lock`, once each has a handler in Python; how many have.
+"""Have these signals wait for `Lock`, each while it has a handler in Python.
 
-Args:
-    The signals, from now on; and those of them that have one by now.
+Returns:
+    How many have one by now.
 """
 signal_waits: Final[Callable[[], int]] = _speed.signal_waits if COMPILED else _none
 """Whether a signal waits for the main thread to release a `Lock`."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 import pytest
+from fresh_python import output_of
 
 from mq import signals, speed
 from mq.speed import Lock
@@ -320,6 +321,39 @@ def test_a_handler_of_later_is_held_too(handle: Callable[..., None]) -> None:
     assert ran == [signal.SIGTERM]
 
 
+FIRST_HANDLER = """
+import os, signal, time
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from mq import signals
+from mq.speed import Lock
+
+class Alarm(Exception):
+    pass
+
+def raises(number, frame):
+    raise Alarm
+
+signals.hold()
+signal.signal(signal.SIGTERM, raises)
+time.sleep(0.05)
+done = []
+try:
+    with Lock():
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.append("whole")
+    done.append("more")
+except Alarm:
+    print(done)
+"""
+
+
+@compiled
+def test_the_first_handler_of_all_may_come_later() -> None:
+    """A shell's script starts what is in the background with Ctrl-C ignored."""
+    assert output_of(FIRST_HANDLER).strip() == "['whole']"
+
+
 @compiled
 def test_a_child_forked_meanwhile_gets_its_signals() -> None:
     """By another thread, which is the main thread of the child."""
@@ -346,12 +380,12 @@ def test_a_child_forked_meanwhile_gets_its_signals() -> None:
 @compiled
 def test_handlers_in_c_and_signals_without_one_are_left_alone() -> None:
     """`faulthandler`, and what ends a process."""
-    others = speed.hold_signals([], [])
-    assert speed.hold_signals([signal.SIGUSR2], []) == others
+    others = speed.hold_signals([])
+    assert speed.hold_signals([signal.SIGUSR2]) == others
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.register(signal.SIGUSR2, file=file)
         try:
-            assert speed.hold_signals([], []) == others
+            assert speed.hold_signals([]) == others
             with Lock():
                 send(signal.SIGUSR2)
                 file.seek(0)
@@ -360,7 +394,7 @@ def test_handlers_in_c_and_signals_without_one_are_left_alone() -> None:
             faulthandler.unregister(signal.SIGUSR2)
     for wrong in (0, 10_000):
         with pytest.raises(ValueError, match=f"no signal {wrong}"):
-            speed.hold_signals([wrong], [])
+            speed.hold_signals([wrong])
 
 
 STORM = """
