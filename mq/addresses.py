@@ -112,15 +112,20 @@ def _own_ip(family: socket.AddressFamily, elsewhere: str) -> str:
 
 
 def _interface_ip() -> str:
+    own = (host for _, host in interface_hosts() if not is_loopback(host))
+    return next(own, "")
+
+
+def interface_hosts() -> list[tuple[str, str]]:
+    """Names of this machine's network interfaces, with the IPv4 address of each."""
+    found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in _interfaces():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # it has no IPv4 address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                host = socket.inet_ntoa(answer[20:24])
-                if not is_loopback(host):
-                    return host
-    return ""
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    return found
 
 
 def look_up(
