@@ -45,6 +45,11 @@ def split(address: str) -> tuple[str, int]:
     return parts
 
 
+def bracketed(host: str) -> str:
+    """A host as it stands before a port: a number of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def check(address: str, wires: Sequence[str], engine: str) -> None:
     """Refuse what a link of these wires can neither listen on nor dial.
 
@@ -154,8 +159,8 @@ def numeric_host(host: str) -> str:
     """
     if "[" in host or host == "*" or any(host == name for _, name in _interfaces()):
         return host
-    family, address = look_up(host)[0]
-    return f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
+    _, address = look_up(host)[0]
+    return bracketed(address[0])
 
 
 def _interfaces() -> list[tuple[int, str]]:

@@ -151,7 +151,9 @@ class NngLink(Watching[NngConn], Link):
             self._deaf.append(listener)
             self.unwatch(listener.fileno())
             return
-        address = f"tcp://{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "ipc"
+        address = "ipc"
+        if isinstance(peer, tuple):
+            address = f"tcp://{addresses.bracketed(peer[0])}:{peer[1]}"
         self.admit(address).start(lambda: self.channel(sock))
 
     def admit(self, address: str) -> NngConn:

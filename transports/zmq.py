@@ -270,7 +270,7 @@ class ZmqLink(Link):
         if address.startswith("ipc"):
             return address
         _, at = self._names.targets(*addresses.split(address))[0]
-        return f"tcp://[{at[0]}]:{at[1]}" if ":" in at[0] else f"tcp://{at[0]}:{at[1]}"
+        return f"tcp://{addresses.bracketed(at[0])}:{at[1]}"
 
     def unanswered(self, conn: Dialled) -> None:
         """A dial has ended without a connection: another address of a name is next."""
