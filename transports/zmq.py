@@ -102,7 +102,6 @@ class ZmqLink(Link):
         wires: Kinds of address it listens on and dials, best first: ``ipc``, ``tcp``.
         hwm: Messages queued per connection and direction before `try_send` refuses.
         io_threads: Threads of the engine; for one connection a second is no gain.
-
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(reach="network")
