@@ -45,6 +45,11 @@ def split(address: str) -> tuple[str, int]:
     return parts
 
 
+def bracketed(host: str) -> str:
+    """A host as it stands before a port: a number of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def check(address: str, wires: Sequence[str], engine: str) -> None:
     """Refuse what a link of these wires can neither listen on nor dial.
 
@@ -112,15 +117,20 @@ def _own_ip(family: socket.AddressFamily, elsewhere: str) -> str:
 
 
 def _interface_ip() -> str:
+    own = (host for _, host in interface_hosts() if not is_loopback(host))
+    return next(own, "")
+
+
+def interface_hosts() -> list[tuple[str, str]]:
+    """Names of this machine's network interfaces, with the IPv4 address of each."""
+    found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in _interfaces():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # it has no IPv4 address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                host = socket.inet_ntoa(answer[20:24])
-                if not is_loopback(host):
-                    return host
-    return ""
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    return found
 
 
 def look_up(
@@ -149,8 +159,8 @@ def numeric_host(host: str) -> str:
     """
     if "[" in host or host == "*" or any(host == name for _, name in _interfaces()):
         return host
-    family, address = look_up(host)[0]
-    return f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
+    _, address = look_up(host)[0]
+    return bracketed(address[0])
 
 
 def _interfaces() -> list[tuple[int, str]]:

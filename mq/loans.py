@@ -11,6 +11,7 @@ import numpy as np
 from mq.arrays import checked_size, describe
 from mq.buffers import copy
 from mq.frames import ALIGNMENT, align
+from mq.mappings import address
 from mq.packing import Refusal
 
 if TYPE_CHECKING:
@@ -91,18 +92,11 @@ def finish(block: Block, frames: Frames) -> Block | None:
     if len(frames.buffers) != 1:
         return None
     data, start = frames.buffers[0], align(len(frames.header))
-    if start > _HEADER_BYTES or _address(data) != (
-        _address(block.area) + _HEADER_BYTES
-    ):
+    if start > _HEADER_BYTES or address(data) != address(block.area) + _HEADER_BYTES:
         return None
     first = _HEADER_BYTES - start
     copy(memoryview(frames.header), block.area[first : first + len(frames.header)])
     return block.part(first, first + frames.nbytes)
-
-
-def _address(memory: memoryview) -> int:
-    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return address
 
 
 assert _HEADER_BYTES % ALIGNMENT == 0

@@ -200,7 +200,7 @@ def create(name: str, options: Mapping[str, Any]) -> Link:
     """
     link = load(name)
     entry = _entry(name)
-    check_options(name, link, options)
+    check_options(name, options)
     return link(**{**entry.options, **options})
 
 
@@ -220,7 +220,7 @@ def option_names(name: str) -> list[str]:
     return [option for option in found if option not in entry.options]
 
 
-def check_options(name: str, link: type[Link], options: Mapping[str, Any]) -> None:
+def check_options(name: str, options: Mapping[str, Any]) -> None:
     """Raises: TypeError, if the backend has no such option."""
     known = option_names(name)
     for option in options:

@@ -143,9 +143,9 @@ def _default_name() -> str:
 
 
 def _under_torchrun(env: Mapping[str, str]) -> bool:
-    return all(
-        env.get(key) for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    )
+    from mq.rendezvous.torchrun import is_under_torchrun  # `import mq` does without it
+
+    return is_under_torchrun(env)
 
 
 def _check_text(what: str, value: str, limit: int) -> None:

@@ -234,14 +234,25 @@ def _swallow_good(queue: mq.MQ) -> bool:
 def _raw_garbage(address: str, raw: bytes) -> None:
     _, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    sock = socket.socket(socket.AF_UNIX if rest.startswith("/") else socket.AF_INET)
+    is_path = rest.startswith("/")
+    sock = socket.socket(socket.AF_UNIX if is_path else socket.AF_INET)
     sock.settimeout(STEP)
+    target = rest if is_path else (host, int(port))
     with sock:
-        sock.connect(rest if rest.startswith("/") else (host, int(port)))
+        wait_until(lambda: _connected(sock, target), "room for a connection")
         try:
             sock.sendall(raw)
         except OSError:  # it has been closed on us already
             pass
+
+
+def _connected(sock: socket.socket, target: str | tuple[str, int]) -> bool:
+    """Connect; False: a listener has no room, for which a unix socket does not wait."""
+    try:
+        sock.connect(target)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _counted(stats: dict[str, Any]) -> int:

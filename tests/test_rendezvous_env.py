@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -25,9 +26,9 @@ def test_env_names_the_missing_variable(
     """Outside torchrun the error says which variable is not set."""
     for variable in torchrun.VARIABLES:
         monkeypatch.setenv(variable, "1")
-    assert torchrun.is_under_torchrun()
+    assert torchrun.is_under_torchrun(os.environ)
     monkeypatch.delenv(missing)
-    assert not torchrun.is_under_torchrun()
+    assert not torchrun.is_under_torchrun(os.environ)
     with pytest.raises(ValueError, match=f"needs {missing} in the environment"):
         open_rendezvous("env://", group="g", secret=None, timeout=1.0)
 

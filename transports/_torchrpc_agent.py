@@ -1,4 +1,4 @@
-"""A TensorPipe agent: the only file that touches torch's private API.
+"""A TensorPipe agent: the only file that touches the private API of torch's RPC.
 
 `torch.distributed.rpc.init_rpc` is not used: one killed member makes every later join
 of its dynamic group fail for ever, and it can neither be bounded nor interrupted.

@@ -164,7 +164,7 @@ class Peer:
         """Call a function there; never waits.
 
         Args:
-            function: `deliver`, `hold` or `echo`.
+            function: `deliver`, `hold`, `echo` or `total`.
             args: Tensors among them must not change until the answer.
             with_tensors: Whether there are any.
 

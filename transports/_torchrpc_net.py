@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import os
 import re
-import socket
-import struct
 from collections.abc import Iterator, Sequence
 
 from mq import addresses
 
 SCHEME = "torchrpc://"
 _INTERFACE = "TP_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915
 _ID = re.compile(r"[0-9a-f]{1,64}")
 _SHM = re.compile(r"[0-9A-Za-z_.:/-]{1,200}")
 
@@ -84,13 +80,8 @@ def interface_of(host: str) -> str:
     Raises:
         OSError: There is none.
     """
-    loopback = addresses.is_loopback(host)
-    wanted = "127.0.0.1" if loopback else host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == wanted:
-                    return name
+    wanted = "127.0.0.1" if addresses.is_loopback(host) else host
+    for name, own in addresses.interface_hosts():
+        if own == wanted:
+            return name
     raise OSError(f"no network interface has the IPv4 address {host}")

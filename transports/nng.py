@@ -14,12 +14,8 @@ message of either end, and bye, the last of the end that closes.
 from __future__ import annotations
 
 import errno
-import os
-import secrets
 import select
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -30,6 +26,7 @@ from mq import addresses, options
 from mq.descriptors import most_open
 from mq.log import Log
 from mq.mesh.poller import Poller
+from mq.stream.files import SocketFiles
 from mq.stream.names import Names
 from mq.stream.sockets import bound_tcp, bound_unix
 from mq.stream.watching import EVENTS, Watching
@@ -86,8 +83,7 @@ class NngLink(Watching[NngConn], Link):
         self._depth = depth
         self._listeners: list[socket.socket] = []
         self._deaf: list[socket.socket] = []
-        self._files: list[str] = []
-        self._directory = ""
+        self._files = SocketFiles("nng")
         self._open = False
 
     @classmethod
@@ -118,7 +114,7 @@ class NngLink(Watching[NngConn], Link):
 
     def _listen(self, address: str, directory: str | None) -> str:
         if address == "ipc":
-            address = f"ipc://{self._new_file(directory)}"
+            address = f"ipc://{self._files.new(directory)}"
         wire, _, rest = address.partition("://")
         try:
             sock = bound_unix(rest) if wire == "ipc" else bound_tcp(address)
@@ -127,7 +123,7 @@ class NngLink(Watching[NngConn], Link):
             raise OSError(number, f"cannot listen on {address}: {error}") from error
         self._listeners.append(sock)
         if wire == "ipc":
-            self._files.append(rest)
+            self._files.add(rest)
         sock.setblocking(False)
         sock.listen(_BACKLOG)
         self._hear(sock)
@@ -135,11 +131,6 @@ class NngLink(Watching[NngConn], Link):
             return address
         host = addresses.split(address)[0]
         return f"{wire}://{addresses.reachable_host(host)}:{sock.getsockname()[1]}"
-
-    def _new_file(self, directory: str | None) -> str:
-        if directory is None:
-            directory = self._directory = tempfile.mkdtemp(prefix="mq-")
-        return os.path.join(directory, f"{secrets.token_hex(6)}.nng")
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -151,7 +142,9 @@ class NngLink(Watching[NngConn], Link):
             self._deaf.append(listener)
             self.unwatch(listener.fileno())
             return
-        address = f"tcp://{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "ipc"
+        address = "ipc"
+        if isinstance(peer, tuple):
+            address = f"tcp://{addresses.bracketed(peer[0])}:{peer[1]}"
         self.admit(address).start(lambda: self.channel(sock))
 
     def admit(self, address: str) -> NngConn:
@@ -284,11 +277,7 @@ class NngLink(Watching[NngConn], Link):
         for listener in self._listeners:
             self.unwatch(listener.fileno())
             listener.close()
-        for path in self._files:
-            if os.path.exists(path):
-                os.unlink(path)
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._files.remove()
 
     def _free(self) -> None:
         for conn in list(self.conns):

@@ -15,7 +15,6 @@ import os
 import secrets
 import socket
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
@@ -27,6 +26,7 @@ from mq.mesh.poller import Poller
 from mq.segments import Segment, seal
 from mq.stream.conn import StreamConn
 from mq.stream.descriptors import DescriptorConn, peer_user
+from mq.stream.files import SocketFiles
 from mq.stream.link import StreamLink
 from mq.stream.sockets import bound_unix
 from mq.transport import LINGER_SECONDS, Capabilities, Event, What
@@ -217,8 +217,7 @@ class ShmLink(StreamLink):
         self._recalling: list[ShmConn] = []
         self._spare = -1
         self._warned: set[str] = set()
-        self._files: list[str] = []
-        self._directory: str | None = None
+        self._files = SocketFiles("shm")
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -268,16 +267,11 @@ class ShmLink(StreamLink):
         return self.listen(poller, list(listen) or [""], directory)
 
     def bind(self, address: str, directory: str | None) -> tuple[socket.socket, str]:
-        path = _path(address) if address else self._new_file(directory)
+        path = _path(address) if address else self._files.new(directory)
         sock = bound_unix(path)
-        self._files.append(path)
+        self._files.add(path)
         os.chmod(path, 0o600)
         return sock, _SCHEME + path
-
-    def _new_file(self, directory: str | None) -> str:
-        if directory is None:
-            directory = self._directory = tempfile.mkdtemp(prefix="mq-")
-        return os.path.join(directory, f"{secrets.token_hex(6)}.shm")
 
     def targets(self, address: str) -> Sequence[tuple[int, Any]]:
         return [(socket.AF_UNIX, _path(address))]
@@ -336,22 +330,14 @@ class ShmLink(StreamLink):
     def abandon(self) -> None:
         super().abandon()
         self._close_spare()
-        self._files.clear()  # they are the parent's to remove
-        self._directory = None
+        self._files.abandon()
 
     def close(self, linger: float = LINGER_SECONDS) -> None:
         super().close(linger)
         self.lender.close()
         self._recalling.clear()
         self._close_spare()
-        for path in self._files:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-        self._files.clear()
-        if self._directory is not None:
-            with contextlib.suppress(OSError):
-                os.rmdir(self._directory)
-            self._directory = None
+        self._files.remove()
 
 
 @contextlib.contextmanager

@@ -174,7 +174,7 @@ class TorchRpcLink(Link):
     def _listen(self, address: str) -> str:
         host, port, _ = net.split(address)
         port = self._sockets.listen(host if host != "*" else "0.0.0.0", port)
-        host = addresses.reachable_host(f"[{host}]" if ":" in host else host)
+        host = addresses.reachable_host(addresses.bracketed(host))
         return f"{net.SCHEME}{host}:{port}/{self._id}"
 
     def new_token(self) -> bytes:

@@ -15,9 +15,7 @@ import errno
 import os
 import secrets
 import select
-import shutil
 import struct
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -27,6 +25,7 @@ from zmq.utils.garbage import gc
 
 from mq import addresses, options
 from mq.mesh.poller import Poller
+from mq.stream.files import SocketFiles
 from mq.stream.names import Names
 from mq.stream.sockets import inode
 from mq.transport import (
@@ -103,7 +102,6 @@ class ZmqLink(Link):
         wires: Kinds of address it listens on and dials, best first: ``ipc``, ``tcp``.
         hwm: Messages queued per connection and direction before `try_send` refuses.
         io_threads: Threads of the engine; for one connection a second is no gain.
-
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(reach="network")
@@ -131,8 +129,7 @@ class ZmqLink(Link):
         self._wires = tuple(wires)
         self._io_threads = options.whole("io_threads", io_threads, 1, 64)
         self._ports: dict[int, Port] = {}
-        self._files: list[str] = []
-        self._directory = ""
+        self._files = SocketFiles("zmq")
         self._open = False
 
     def open(
@@ -209,11 +206,11 @@ class ZmqLink(Link):
     def _listen(self, address: str, directory: str | None) -> str:
         sock = self._router.port.socket
         if address == "ipc":
-            address = f"ipc://{self._new_file(directory)}"
+            address = f"ipc://{self._files.new(directory)}"
         wire, _, rest = address.partition("://")
         if wire == "ipc":
             addresses.check_socket_path(rest)
-            self._files.append(rest)
+            self._files.add(rest)
         else:
             host, port = addresses.split(address)
             try:
@@ -231,11 +228,6 @@ class ZmqLink(Link):
             return bound
         host, port = addresses.split(bound)
         return f"tcp://{addresses.reachable_host(host)}:{port}"
-
-    def _new_file(self, directory: str | None) -> str:
-        if directory is None:
-            directory = self._directory = tempfile.mkdtemp(prefix="mq-")
-        return os.path.join(directory, f"{secrets.token_hex(6)}.zmq")
 
     def dial(self, address: str) -> Conn:
         addresses.check(address, self._wires, "zmq")
@@ -270,7 +262,7 @@ class ZmqLink(Link):
         if address.startswith("ipc"):
             return address
         _, at = self._names.targets(*addresses.split(address))[0]
-        return f"tcp://[{at[0]}]:{at[1]}" if ":" in at[0] else f"tcp://{at[0]}:{at[1]}"
+        return f"tcp://{addresses.bracketed(at[0])}:{at[1]}"
 
     def unanswered(self, conn: Dialled) -> None:
         """A dial has ended without a connection: another address of a name is next."""
@@ -363,11 +355,7 @@ class ZmqLink(Link):
         self._context.destroy()
         _collector.leave(self)
         self._epoll.close()
-        for path in self._files:
-            if os.path.exists(path):
-                os.unlink(path)
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._files.remove()
 
     def abandon(self) -> None:
         if not self._open:

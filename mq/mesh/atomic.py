@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 _consume = deque[None](maxlen=0).extend
 _append = deque.append
-_extend: Any = deque.extend
 _release = methodcaller("release")
 
 
@@ -27,13 +26,6 @@ def append_to_all(queues: tuple[deque[Any] | list[Any], ...], item: object) -> N
 def append_each(queues: tuple[deque[Any], ...], items: tuple[object, ...]) -> None:
     """Append to every queue its own item, in one step."""
     _consume(map(_append, queues, items))
-
-
-def extend_each(
-    queues: tuple[deque[Any], ...], runs: tuple[list[Any] | tuple[Any, ...], ...]
-) -> None:
-    """Extend every queue by its own items, in one step."""
-    _consume(map(_extend, queues, runs))
 
 
 def give_up(lock: threading.Lock, given: deque[object]) -> None:

@@ -135,7 +135,7 @@ class Reader:
         if not number:
             if nbody:
                 raise Malformed(f"frame {kind} with a body")
-            self._unnumbered(session, kind, head)
+            self._unnumbered(kind, head)
             return
         if number <= session.received:
             stats.duplicate_frames += 1
@@ -191,9 +191,7 @@ class Reader:
         at_once = flags & wire.FLAG_ANSWER or session.unanswered >= ANSWER_FRAMES
         session.answer_by(now if at_once else now + seconds)
 
-    def _unnumbered(
-        self, session: Session, kind: int, head: bytes | memoryview
-    ) -> None:
+    def _unnumbered(self, kind: int, head: bytes | memoryview) -> None:
         if kind == wire.FENCED:
             content = memoryview(head)[wire.HEADER_BYTES :]
             self._mesh.replace(wire.decode(kind, content))

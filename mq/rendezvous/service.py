@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from mq.addresses import bracketed
 from mq.log import Log
 from mq.rendezvous import wire
 from mq.rendezvous.memory import MemoryStore
@@ -297,7 +298,7 @@ def _claim_json(claim: Claim) -> dict[str, Any]:
 
 def format_address(host: str, port: int) -> str:
     """``tcp://host:port``, with brackets around an IPv6 host."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{bracketed(host)}:{port}"
 
 
 def configure(sock: socket.socket) -> None:

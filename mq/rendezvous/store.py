@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from mq.errors import ConnectTimeout, PeerLost
 from mq.log import Log
@@ -24,6 +24,9 @@ _log = Log(__name__)
 
 T = TypeVar("T")
 Token = TypeVar("Token")
+
+MOST_PROBLEMS: Final = 256
+"""Problems of a store that are logged, each once."""
 
 
 class Store(ABC):
@@ -154,16 +157,15 @@ class CellStore(Store, Generic[Token]):
 
 
 class WarnOnce:
-    """Logs each problem once, and remembers a bounded number of them."""
+    """Logs each problem once, and no more than `MOST_PROBLEMS` of them."""
 
-    def __init__(self, limit: int = 256) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._seen: set[str] = set()
         self._lock = threading.Lock()
 
     def __call__(self, key: str, message: str, *args: object) -> None:
         with self._lock:
-            if key in self._seen or len(self._seen) >= self._limit:
+            if key in self._seen or len(self._seen) >= MOST_PROBLEMS:
                 return
             self._seen.add(key)
         _log.warning(message, *args)

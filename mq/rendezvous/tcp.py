@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import socket
 import threading
 import time
@@ -21,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from mq.addresses import is_loopback
 from mq.errors import (
     AuthenticationFailed,
     ConnectTimeout,
@@ -77,12 +77,8 @@ def _resolve(
         ) from error
 
 
-def _is_loopback(address: Address) -> bool:
-    return ipaddress.ip_address(address.sockaddr[0].partition("%")[0]).is_loopback
-
-
 def _open_keyring(address: Address, timeout: float) -> DirectoryStore:
-    if not _is_loopback(address):
+    if not is_loopback(address.sockaddr[0]):
         raise TransportUnavailable(
             f"a rendezvous at {address} can be reached by others and needs a secret: "
             "give all members the same secret= or MQ_SECRET"

@@ -35,9 +35,9 @@ _ABSENT: Final = "\0"  # neither a name nor a cell
 _RETRY_SECONDS: Final = 0.1
 
 
-def is_under_torchrun() -> bool:
-    """Whether the environment names a store to meet at."""
-    return all(os.environ.get(variable) for variable in VARIABLES)
+def is_under_torchrun(environ: Mapping[str, str]) -> bool:
+    """Whether these variables name a store to meet at."""
+    return all(environ.get(variable) for variable in VARIABLES)
 
 
 class _KeyValues(Protocol):

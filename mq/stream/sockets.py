@@ -1,4 +1,4 @@
-"""Listening and dialling sockets, made from addresses."""
+"""Sockets made from addresses, and what the system tells of those of engines."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ class TcpStreamLink(StreamLink):
         super().forget(conn)
 
     def name_peer(self, peer: Any) -> str:
-        host = f"[{peer[0]}]" if ":" in peer[0] else peer[0]
-        return f"{self.scheme}://{host}:{peer[1]}"
+        return f"{self.scheme}://{addresses.bracketed(peer[0])}:{peer[1]}"
 
     def tune(self, sock: socket.socket) -> None:
         # The sizes of its buffers are left to the kernel, which tunes them to the wire;

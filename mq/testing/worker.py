@@ -29,7 +29,7 @@ from mq.mesh.poller import Poller
 
 @dataclass(frozen=True)
 class Request:
-    """One thing to do; `function` is called with the worker's queue first."""
+    """One thing to do; `function` is called with the `Worker` first."""
 
     number: int
     function: Callable[..., Any]
