@@ -10,6 +10,7 @@ four. The wait ends in any case with the next call and with the connection.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 KEPT_BYTES: Final = 2 * MAX_HEAD_BYTES + (2 << 20)
 """The largest batch whose call may wait for a batch the other way. It counts among what
 its sender has ahead of the wire meanwhile, where the largest message must still fit."""
+
+GRACE_SECONDS: Final = 2.0
+"""How long what was sent before a goodbye may take to arrive after it."""
 
 Batch: TypeAlias = "tuple[int, list[bytes], list[Body]]"
 """Its number, and the heads and bodies of its messages."""
@@ -49,6 +53,8 @@ class Arrivals:
         self._notice = notice
         self._lock = threading.Lock()
         self._closed = False
+        self._final: int | None = None
+        self._final_at = 0.0
         self._backlog = 0
         self._held: list[Any] = []
         self._kept: Any = None
@@ -129,6 +135,21 @@ class Arrivals:
             self._messages.extend(zip(*found[1:], strict=True))
             self.expected += 1
         return bool(self._messages)
+
+    def end_at(self, count: int) -> None:
+        """The peer has said goodbye, after so many batches."""
+        self._final = count
+        self._final_at = time.monotonic()
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the peer has said goodbye."""
+        return self._final is not None
+
+    def are_over(self, now: float) -> bool:
+        """Whether all up to the goodbye has come, or has had its time to."""
+        assert self._final is not None  # asked for where `has_end`
+        return self.expected >= self._final or now - self._final_at > GRACE_SECONDS
 
     def next(self) -> tuple[bytes, Body] | None:
         """The next message, if there is one."""

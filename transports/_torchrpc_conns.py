@@ -22,10 +22,11 @@ import numpy as np
 from mq.devices import Piece, leaving
 from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
 from transports import _torchrpc_calls as calls
-from transports._torchrpc_arrivals import KEPT_BYTES, Arrivals
+from transports._torchrpc_arrivals import GRACE_SECONDS, KEPT_BYTES, Arrivals
 from transports._torchrpc_bodies import Body, is_plain, is_tensor, outgoing
 from transports._torchrpc_descriptors import Promise
 from transports._torchrpc_pieces import unwrap, weight, weight_of, wrapped
+from transports._torchrpc_signs import Signs
 from transports._torchrpc_under_way import UnderWay
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ CALLS: Final = 4
 """Calls under way at a time: enough to keep the wire busy, few enough to batch."""
 BATCH_BYTES: Final = 512 * 1024
 """A batch is closed once it has so much, but for its last message."""
-GRACE_SECONDS: Final = 2.0
-"""How long what was sent before a goodbye may take to arrive after it."""
 
 
 class RpcConn(Conn):
@@ -46,6 +45,7 @@ class RpcConn(Conn):
     Attributes:
         promise: The descriptors that TensorPipe may take for it.
         refused: Whether it broke since the ends do not fit.
+        signs: Of life, beside calls that take long.
     """
 
     keeps_body: ClassVar[bool] = True
@@ -67,6 +67,7 @@ class RpcConn(Conn):
         # sending
         self._unsent: deque[tuple[bytes, Body, int]] = deque()
         self._calls = UnderWay(self._notice)
+        self.signs = Signs(self._calls)
         self._ahead = self._sent = 0
         self._issuing = False
         self._refused = False
@@ -76,8 +77,6 @@ class RpcConn(Conn):
         # receiving
         self._arrivals = Arrivals(self._agent, link.max_ahead, self._notice)
         self._body: Body = None
-        self._final: int | None = None
-        self._final_at = 0.0
 
     # -- greeting and end ----------
 
@@ -103,6 +102,7 @@ class RpcConn(Conn):
         self.devices = self._link.carried(greeting, self._peer.mapped)
         self._theirs = bytes.fromhex(greeting.token)
         self._greeting = greeting
+        self.signs.url = greeting.url
         # A graceful shutdown of an agent of the application's waits for all answers.
         self._may_wait = not (self._agent.worker or greeting.worker)
         self._peer.listeners[self] = self._peer_lost
@@ -110,11 +110,12 @@ class RpcConn(Conn):
         self._link.notice(self)
 
     def describe(self) -> Mapping[str, str]:
-        return (
-            {}
-            if self._greeting is None
-            else self._link.describe_peer(self._greeting, self.devices)
-        )
+        if self._greeting is None:
+            return {}
+        return self._link.describe_peer(self._greeting, self.devices)
+
+    def quiet_seconds(self) -> float | None:
+        return self.signs.quiet_seconds()
 
     @property
     def unanswered(self) -> bool:
@@ -134,13 +135,12 @@ class RpcConn(Conn):
 
     def goodbye(self, count: int) -> None:
         """The peer has closed, after so many batches."""
-        self._final = count
-        self._final_at = time.monotonic()
+        self._arrivals.end_at(count)
         self._link.notice(self)
 
     def control_ended(self) -> None:
         """The peer's socket has ended, after its goodbye or without."""
-        if self._final is None:
+        if not self._arrivals.has_end:
             self.fail(f"the connection was lost ({self.control.ended})")
 
     # -- sending ----------
@@ -359,15 +359,14 @@ class RpcConn(Conn):
 
     def _over(self) -> bool:
         """Whether the connection has ended and everything of it was read."""
-        now = time.monotonic()
-        if self._unheard_at is not None and self._final is None and not self.reason:
+        now, has_end = time.monotonic(), self._arrivals.has_end
+        if self._unheard_at is not None and not has_end and not self.reason:
             if now - self._unheard_at < GRACE_SECONDS:
                 self._link.look_again(self)
             else:
                 self.reason = "the peer does not know this connection"
-        if self._final is not None and not self.reason:
-            arrived = self._arrivals.expected >= self._final
-            if arrived or now - self._final_at > GRACE_SECONDS:
+        if has_end and not self.reason:
+            if self._arrivals.are_over(now):
                 self.reason = "the peer closed the connection"
             else:
                 self._link.look_again(self)

@@ -3,7 +3,8 @@
 TensorPipe must not meet a peer that it has nothing in common with, and its own port
 must not meet a stranger at all: it aborts the process. So what a link advertises is a
 plain socket of ours. Over it both ends tell what they are before either adds the other
-to its agent; afterwards it carries one goodbye, and its end is the end of the peer.
+to its agent; afterwards it carries signs of life (`_torchrpc_signs`) and one goodbye,
+and its end is the end of the peer.
 
 A note is 4 bytes of length, big-endian, and a JSON object.
 """
@@ -18,7 +19,7 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 NOTE_BYTES: Final = 16 * 1024
 _LENGTH: Final = struct.Struct(">I")
 

@@ -46,6 +46,10 @@ class UnderWay:
                 call.future.add_done_callback(self._notice)
                 call.watched = True
 
+    def oldest(self) -> Call | None:
+        """The one that has waited longest for its answer."""
+        return next((call for call in self._calls if not call.future.done()), None)
+
     def answered(self) -> list[Call]:
         """Those that are answered, until `remove`; they may be so in any order."""
         return [call for call in self._calls if call.future.done()]

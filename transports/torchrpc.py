@@ -39,6 +39,7 @@ from transports import _torchrpc_shared as shared
 from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import BadNote, Control, Greeting, Misfit
+from transports._torchrpc_signs import SIGN, SIGN_SECONDS
 from transports._torchrpc_sockets import Sockets
 
 logger = Log(__name__)
@@ -102,7 +103,7 @@ class TorchRpcLink(Link):
         )
         self._id = secrets.token_hex(8)
         self._open = self._closing = False
-        self._looked_at = 0.0
+        self._looked_at = self._told_at = 0.0
         self._woken = threading.Event()
         self._sockets: Sockets
         self._alive: dict[RpcConn, None] = {}
@@ -223,14 +224,16 @@ class TorchRpcLink(Link):
             BadNote, OSError: The socket must be closed; says why.
         """
         conn = self._sockets.conns.get(sock.fd)
-        stranger = sock.fd in self._sockets.strangers
-        if conn is not None and "goodbye" in note and not stranger:
-            if type(note["goodbye"]) is not int or note["goodbye"] < 0:
-                raise BadNote("a goodbye that is none")
-            conn.goodbye(note["goodbye"])
+        if sock.fd not in self._sockets.strangers:
+            if conn is not None and note == SIGN:
+                conn.signs.heard()
+            elif conn is not None and "goodbye" in note:
+                if type(note["goodbye"]) is not int or note["goodbye"] < 0:
+                    raise BadNote("a goodbye that is none")
+                conn.goodbye(note["goodbye"])
+            else:
+                raise BadNote("a note that nobody expects")
             return
-        if not stranger:
-            raise BadNote("a note that nobody expects")
         if conn is not None and isinstance(note.get("refused"), str):
             reason = f"refused: {note['refused'][:1000]}"
             raise Misfit(reason) if note.get("final") is True else OSError(reason)
@@ -240,8 +243,7 @@ class TorchRpcLink(Link):
         self._check(greeting)
         if conn is not None:
             conn.begin(greeting, What.OPENED)
-            self._sockets.know(sock, conn)
-            return
+            return self._sockets.know(sock, conn)
         conn = RpcConn(self, f"{net.SCHEME}{sock.remote}", sock)
         conn.begin(greeting, What.ACCEPTED)
         self._alive[conn] = None
@@ -302,6 +304,11 @@ class TorchRpcLink(Link):
             self._sockets.look()
         if self._sockets.waits or self._again or self._leaving:
             self._look_after()
+        if now - self._told_at > SIGN_SECONDS:
+            self._told_at = now
+            for conn in list(self._alive):
+                if conn.signs.are_due():
+                    self._sockets.send(conn.control, SIGN)
         for conn in list(self.noticed):
             if conn in self.noticed:
                 yield from conn.report()

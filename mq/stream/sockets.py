@@ -16,6 +16,8 @@ from mq import addresses
 _LAST_DATA_RECV: Final = 52
 """Where `struct tcp_info` has the milliseconds since data was received."""
 _MILLISECONDS: Final = struct.Struct("@I")
+_BYTES_ACKED: Final = 120
+"""Where it has the bytes sent that the peer has acknowledged; since Linux 4.1."""
 _BYTES_RECEIVED: Final = 128
 """Where it has the bytes received in all; since Linux 4.1."""
 _BYTES: Final = struct.Struct("@Q")
@@ -95,6 +97,14 @@ def received_bytes(fd: int, known: int) -> int | None:
         known: Its `inode`, as the descriptor may be another file's by now.
     """
     return _tcp_info(fd, _BYTES_RECEIVED, _BYTES, known)
+
+
+def acked_bytes(fd: int) -> int | None:
+    """How much of what a TCP socket has sent has arrived; None as for `quiet_seconds`.
+
+    By its kernel's word: the peer's process may not have read it.
+    """
+    return _tcp_info(fd, _BYTES_ACKED, _BYTES)
 
 
 def _tcp_info(

@@ -1,0 +1,206 @@
+"""A call that takes long on torchrpc's wire is no silence of its sender."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fresh_python import ROOT
+from link_world import World
+from torchrpc_links import rpc_conn
+
+from mq.transport import What
+from transports import _torchrpc_calls as calls
+from transports._torchrpc_signs import SIGN, Signs
+from transports._torchrpc_under_way import UnderWay
+from transports.torchrpc import TorchRpcLink
+
+
+@pytest.fixture
+def wire() -> Iterator[tuple[socket.socket, socket.socket, str]]:
+    """Both ends of a connection as to an agent, and the URL of that."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as near:
+            far, _ = listener.accept()
+            with far:
+                yield near, far, f"uv://127.0.0.1:{port}"
+
+
+def passed(near: socket.socket, far: socket.socket) -> None:
+    """More has come to the far end; reading it makes its kernel say so."""
+    near.sendall(bytes(1000))
+    assert len(far.recv(1000, socket.MSG_WAITALL)) == 1000
+
+
+def until_due(signs: Signs) -> None:
+    """The kernel hears of it in its own time."""
+    deadline = time.monotonic() + 10.0
+    while not signs.are_due():
+        assert time.monotonic() < deadline, "no sign"
+
+
+def until_still(signs: Signs) -> None:
+    """Nothing moves any more: it has been seen, all of it."""
+    deadline = time.monotonic() + 10.0
+    while signs.are_due():
+        assert time.monotonic() < deadline, "signs of nothing"
+
+
+def test_a_sign_is_due_while_what_one_call_sends_moves(
+    wire: tuple[socket.socket, socket.socket, str],
+) -> None:
+    """Not for nothing under way, nor for a wire on which nothing moves."""
+    near, far, url = wire
+    under_way = UnderWay(lambda _: None)
+    signs = Signs(under_way)
+    signs.url = url
+    passed(near, far)
+    assert not signs.are_due()
+    future = calls.Future[Any]()
+    under_way.add(future, 1000)
+    assert not signs.are_due()  # it may be quick
+    until_due(signs)
+    until_still(signs)
+    for _ in range(3):
+        assert not signs.are_due()
+        passed(near, far)
+        until_due(signs)
+        until_still(signs)
+    passed(near, far)
+    future.set_result(True)
+    assert not signs.are_due()
+
+
+@pytest.mark.parametrize("url", ["", "uv://127.0.0.1:1", "shm://name", "uv://[::1]:1"])
+def test_where_nothing_is_known_of_the_wire_no_sign_is_due(
+    url: str, wire: tuple[socket.socket, socket.socket, str]
+) -> None:
+    """What goes to others does not count."""
+    near, far, _ = wire
+    under_way = UnderWay(lambda _: None)
+    signs = Signs(under_way)
+    signs.url = url
+    under_way.add(calls.Future[Any](), 1000)
+    for _ in range(3):
+        passed(near, far)
+        assert not signs.are_due()
+
+
+def test_a_sign_ends_the_silence_of_its_connection_alone() -> None:
+    """At the end that gets it."""
+    with World(TorchRpcLink, 3) as world:
+        first, accepted = world.connect(0, 2)
+        _, other = world.connect(1, 2)
+        assert accepted.quiet_seconds() is None
+        link = world.members[0].link
+        assert isinstance(link, TorchRpcLink)
+        link._sockets.send(rpc_conn(first).control, SIGN)
+        world.until(lambda: accepted.quiet_seconds() is not None, "the sign")
+        before = accepted.quiet_seconds()
+        assert before is not None
+        world.until(lambda: (accepted.quiet_seconds() or 0.0) > before, "silence")
+        assert other.quiet_seconds() is None
+        assert not world.members[2].conns(What.LOST)
+
+
+@contextlib.contextmanager
+def slow_wire(rate: str) -> Iterator[tuple[str, str]]:
+    """Two network namespaces, and a wire between them that carries so much."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make network namespaces")
+    if not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("no network namespace: there is no ip, or no tc (iproute2)")
+    names = [f"mq{os.getpid()}{end}" for end in "ab"]
+
+    def run(*command: str) -> None:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        if done.returncode:
+            pytest.skip(f"no network namespace: {done.stderr.strip()[-200:]}")
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            run("ip", "netns", "add", name)
+            delete = ["ip", "netns", "del", name]
+            stack.callback(functools.partial(subprocess.run, delete, timeout=30))
+        ends = [("veth0", "netns", name) for name in names]
+        run("ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
+        for number, name in enumerate(names, 1):
+            run("ip", "-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "veth0")
+            for device in ("lo", "veth0"):
+                run("ip", "-n", name, "link", "set", device, "up")
+            shape = ("tbf", "rate", rate, "burst", "64kb", "latency", "300ms")
+            run("tc", "-n", name, "qdisc", "add", "dev", "veth0", "root", *shape)
+        yield names[0], names[1]
+
+
+MEMBER = """
+import sys
+import mq
+
+role, address, meeting = sys.argv[1:]
+queue = mq.connect(
+    "torchrpc:cpu", group="g", name=role, rendezvous=meeting,
+    listen=f"torchrpc://{address}:0",
+    insecure=True, peer_timeout=2.0, channels=("basic",),
+)
+with queue:
+    if role == "subscriber":
+        queue.subscribe("t")
+        payload = queue.recv(timeout=60).payload
+        print(len(payload), set(payload))
+    else:
+        queue.wait_for_subscribers("t", 1, timeout=60)
+        queue.publish("t", bytes([7]) * 9_000_000)
+        queue.flush(timeout=60)
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_wire_does_not_pass_for_silence(tmp_path: Path) -> None:
+    """A tensor that takes longer than `peer_timeout` arrives, at the first try."""
+    with slow_wire("20mbit") as names:
+        members = []
+        for number, name in enumerate(names, 1):
+            role = ("publisher", "subscriber")[number - 1]
+            where = [role, f"10.77.0.{number}", f"file://{tmp_path}"]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                sys.executable,
+                "-c",
+                MEMBER,
+                *where,
+            ]
+            members.append(
+                subprocess.Popen(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    cwd=ROOT,
+                )
+            )
+        try:
+            (_, complaint), (printed, complaints) = [
+                member.communicate(timeout=120) for member in members
+            ]
+        finally:
+            for member in members:
+                member.kill()
+                member.wait()
+    assert [member.returncode for member in members] == [0, 0], complaint + complaints
+    assert printed == "9000000 {7}\n"
+    assert "lost" not in complaint + complaints
