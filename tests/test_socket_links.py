@@ -184,6 +184,30 @@ def test_a_dial_without_descriptors_is_lost(
         assert conn.try_send(b"lost")
 
 
+@links("nng-ipc", "nng-tcp", "tcp", "tls")
+def test_accepting_goes_on_after_descriptors_ran_out(name: str) -> None:
+    """The listener rests for a while, and for no longer."""
+    with World(LINKS[name]) as world:
+        world.nap = 0.1
+        link: Any = world.members[1].link
+        (listener,) = link._listeners
+        refusals = iter([OSError(errno.EMFILE, os.strerror(errno.EMFILE))])
+
+        class Exhausted:
+            fileno, close = listener.fileno, listener.close
+
+            def accept(self) -> Any:
+                for error in refusals:
+                    raise error
+                return listener.accept()
+
+        link.unwatch(listener.fileno())
+        link._hear(Exhausted())
+        conn = world.members[0].link.dial(world.members[1].addresses[0])
+        world.until(lambda: bool(link._deaf), "the listener rests")
+        world.until(lambda: conn in world.members[0].conns(What.OPENED), "OPENED")
+
+
 # -- addresses ----------
 
 

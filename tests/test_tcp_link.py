@@ -299,28 +299,6 @@ def test_an_unknown_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "not known" in world.members[0].events[0].reason
 
 
-def test_accepting_goes_on_after_descriptors_ran_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The listener rests for a while in place of failing without end."""
-    with World(TcpLink) as world:
-        link: Any = world.members[1].link
-        (listener,) = link._listeners
-
-        class Exhausted:
-            fileno = listener.fileno
-
-            def accept(self) -> None:
-                raise OSError(24, os.strerror(24))
-
-        link.unwatch(listener.fileno())
-        link._hear(Exhausted())
-        conn = world.members[0].link.dial(world.members[1].addresses[0])
-        world.until(lambda: bool(link._deaf), "the listener rests")
-        link._deaf = {listener: 0.0}
-        world.until(lambda: conn in world.members[0].conns(What.OPENED), "OPENED")
-
-
 # -- descriptors ----------
 
 

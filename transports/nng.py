@@ -45,6 +45,7 @@ from transports._nng_pair import PREFIX_BYTES, Channel, Pair, engine
 logger = Log(__name__)
 
 _GREETING_SECONDS = 5.0
+_DEAF_SECONDS = 0.5
 _STRANGERS = 128
 _HEADROOM_BYTES = 64 * 1024
 _SEND_BYTES = 4 << 20  # of a unix socket: up to a fifth faster than the default
@@ -82,7 +83,7 @@ class NngLink(Watching[NngConn], Link):
         self._wires = tuple(wires)
         self._depth = depth
         self._listeners: list[socket.socket] = []
-        self._deaf: list[socket.socket] = []
+        self._deaf: dict[socket.socket, float] = {}
         self._files = SocketFiles("nng")
         self._open = False
 
@@ -137,9 +138,9 @@ class NngLink(Watching[NngConn], Link):
             sock, peer = listener.accept()
         except (BlockingIOError, ConnectionError):  # it has left again
             return
-        except OSError as error:  # out of descriptors: until a connection ends
+        except OSError as error:  # no descriptor is free: do not spin
             logger.warning("cannot accept a connection: %s", error)
-            self._deaf.append(listener)
+            self._deaf[listener] = time.monotonic() + _DEAF_SECONDS
             self.unwatch(listener.fileno())
             return
         address = "ipc"
@@ -214,8 +215,6 @@ class NngLink(Watching[NngConn], Link):
         self.busy.pop(conn, None)
         self.closing.pop(conn, None)
         self.strangers.pop(conn, None)
-        while self._deaf:
-            self._hear(self._deaf.pop())
 
     def _hear(self, listener: socket.socket) -> None:
         fd = listener.fileno()
@@ -232,7 +231,7 @@ class NngLink(Watching[NngConn], Link):
                 self.busy[conn] = True
             else:
                 self._look()
-        if self.closing:
+        if self.closing or self._deaf:
             self._expire()
         if self.strangers:
             self._turn_away(_STRANGERS)
@@ -247,6 +246,10 @@ class NngLink(Watching[NngConn], Link):
         for conn, deadline in list(self.closing.items()):
             if now >= deadline:
                 conn.drop()
+        for listener, until in list(self._deaf.items()):
+            if now >= until:
+                del self._deaf[listener]
+                self._hear(listener)
 
     def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
         return addresses.rank(candidates, self._wires, same_host)
@@ -277,6 +280,7 @@ class NngLink(Watching[NngConn], Link):
         for listener in self._listeners:
             self.unwatch(listener.fileno())
             listener.close()
+        self._deaf.clear()
         self._files.remove()
 
     def _free(self) -> None:
