@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -108,3 +111,26 @@ def test_a_socket_tells_whether_its_peer_is_on_this_host(
             assert sockets.is_within_host(sock.fileno()) == within
         assert not sockets.is_within_host(listener.fileno())
     assert not sockets.is_within_host(-1)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_file_keeps_its_locks(look: Callable[[int], object], tmp_path: Path) -> None:
+    """A database's, say, whose descriptor is taken for a socket's: POSIX gives up all
+    of a process's locks on a file with any descriptor of it that is closed."""
+    path = tmp_path / "locked"
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert not look(file.fileno())
+        program = (
+            "import fcntl, sys\n"
+            "try: fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+            "except OSError: print('locked')"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, path],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout == "locked\n"

@@ -21,7 +21,7 @@ from torchrpc_links import rpc_conn
 
 from mq.transport import What
 from transports import _torchrpc_calls as calls
-from transports._torchrpc_signs import SIGN, Signs
+from transports._torchrpc_signs import SIGN, Signs, acked_by_remote
 from transports._torchrpc_under_way import UnderWay
 from transports.torchrpc import TorchRpcLink
 
@@ -43,17 +43,22 @@ def passed(near: socket.socket, far: socket.socket) -> None:
     assert len(far.recv(1000, socket.MSG_WAITALL)) == 1000
 
 
+def are_due(signs: Signs) -> bool:
+    """As its link asks."""
+    return signs.are_awaited() and signs.are_due(acked_by_remote())
+
+
 def until_due(signs: Signs) -> None:
     """The kernel hears of it in its own time."""
     deadline = time.monotonic() + 10.0
-    while not signs.are_due():
+    while not are_due(signs):
         assert time.monotonic() < deadline, "no sign"
 
 
 def until_still(signs: Signs) -> None:
     """Nothing moves any more: it has been seen, all of it."""
     deadline = time.monotonic() + 10.0
-    while signs.are_due():
+    while are_due(signs):
         assert time.monotonic() < deadline, "signs of nothing"
 
 
@@ -66,20 +71,20 @@ def test_a_sign_is_due_while_what_one_call_sends_moves(
     signs = Signs(under_way)
     signs.url = url
     passed(near, far)
-    assert not signs.are_due()
+    assert not are_due(signs)
     future = calls.Future[Any]()
     under_way.add(future, 1000)
-    assert not signs.are_due()  # it may be quick
+    assert not are_due(signs)  # it may be quick
     until_due(signs)
     until_still(signs)
     for _ in range(3):
-        assert not signs.are_due()
+        assert not are_due(signs)
         passed(near, far)
         until_due(signs)
         until_still(signs)
     passed(near, far)
     future.set_result(True)
-    assert not signs.are_due()
+    assert not are_due(signs)
 
 
 @pytest.mark.parametrize("url", ["", "uv://127.0.0.1:1", "shm://name", "uv://[::1]:1"])
@@ -94,7 +99,7 @@ def test_where_nothing_is_known_of_the_wire_no_sign_is_due(
     under_way.add(calls.Future[Any](), 1000)
     for _ in range(3):
         passed(near, far)
-        assert not signs.are_due()
+        assert not are_due(signs)
 
 
 def test_a_sign_ends_the_silence_of_its_connection_alone() -> None:

@@ -7,20 +7,25 @@ that grows, the sender says so over the socket beside the connection.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from mq import addresses
 from mq.stream.sockets import acked_bytes, copy_of
 
 if TYPE_CHECKING:
+    from transports._torchrpc_conns import RpcConn
     from transports._torchrpc_under_way import Call, UnderWay
 
 SIGN_SECONDS: Final = 0.2
 """How often what is under way is looked at."""
 SIGN: Final[dict[str, Any]] = {"moving": True}
 """The note that says so."""
+Remote: TypeAlias = "tuple[str, int]"
 _DESCRIPTORS: Final = "/proc/self/fd"
 
 
@@ -49,30 +54,36 @@ class Signs:
         """For how long it has not said so; None: it never has."""
         return None if self._heard_at is None else time.monotonic() - self._heard_at
 
-    def are_due(self) -> bool:
-        """Whether what is sent has moved, and not for an answer, since last asked."""
+    def are_awaited(self) -> bool:
+        """Whether one call has been unanswered since last asked."""
         before, self._oldest = self._oldest, self._calls.oldest()
-        if self._oldest is None or self._oldest is not before:
-            return False
-        acked, self._acked = self._acked, _acked_bytes(self.url)
-        return self._acked > acked
+        return self._oldest is not None and self._oldest is before
+
+    def are_due(self, acked: Mapping[Remote, int]) -> bool:
+        """Whether what is sent has moved since last asked.
+
+        Args:
+            acked: As from `acked_by_remote`.
+        """
+        host, port = addresses.split_host_port(self.url.partition("://")[2]) or ("", 0)
+        before, self._acked = self._acked, acked.get((host.strip("[]"), port), 0)
+        return self._acked > before
 
 
-def _acked_bytes(url: str) -> int:
-    """Of all that this process has sent to an address, what the peer's kernel has."""
-    host, port = addresses.split_host_port(url.partition("://")[2]) or ("", 0)
-    remote = host.strip("[]"), port
-    if not port or not os.path.isdir(_DESCRIPTORS):
-        return 0
-    fds = [int(name) for name in os.listdir(_DESCRIPTORS)]
-    return sum(acked_bytes(fd) or 0 for fd in fds if _remote(fd) == remote)
+def moving(conns: Iterable[RpcConn]) -> list[RpcConn]:
+    """Those whose peers wait for what goes on arriving there."""
+    slow = [conn for conn in conns if conn.signs.are_awaited()]
+    acked = acked_by_remote() if slow else {}
+    return [conn for conn in slow if conn.signs.are_due(acked)]
 
 
-def _remote(fd: int) -> tuple[str, int] | None:
-    """Where a socket leads to; None: it is none, or to nowhere."""
-    try:
-        with copy_of(fd) as sock:
-            host, port = sock.getpeername()[:2]
-    except (OSError, ValueError):
-        return None
-    return host, port
+def acked_by_remote() -> dict[Remote, int]:
+    """How much of what this process has sent to an address the kernel there has."""
+    found: dict[Remote, int] = defaultdict(int)
+    if os.path.isdir(_DESCRIPTORS):
+        for name in os.listdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError, ValueError):  # it leads to no host
+                with copy_of(int(name)) as sock:
+                    host, port = sock.getpeername()[:2]
+                found[host, port] += acked_bytes(int(name)) or 0
+    return found

@@ -206,15 +206,16 @@ class ZmqConn(Conn):
         self._settle(not sent)
         return sent
 
+    @property
     @abstractmethod
-    def _fd(self) -> int:
+    def fd(self) -> int:
         """The engine's descriptor for it; -1: there is none."""
 
     def _is_ipc(self) -> bool:
         return self.describe().get("wire") == "ipc"
 
     def quiet_seconds(self) -> float | None:
-        return quiet_seconds(self._fd())
+        return quiet_seconds(self.fd)
 
     @property
     def whole_bytes(self) -> int:  # type: ignore[override]
@@ -224,9 +225,9 @@ class ZmqConn(Conn):
         return WHOLE_BYTES - LEAD_BYTES if is_seen else 0
 
     @property
-    def most_unanswered(self) -> int | None:  # type: ignore[override]
+    def most_unanswered(self) -> int:  # type: ignore[override]
         # The engine counts messages, not bytes; large ones would be too many.
-        is_near = self._is_ipc() or is_within_host(self._fd())
+        is_near = self._is_ipc() or is_within_host(self.fd)
         return _AHEAD_BYTES if is_near else _AHEAD_BYTES_FAR
 
     @abstractmethod
@@ -334,7 +335,8 @@ class Dialled(ZmqConn):
         self._refused = refused
         self.port.link.keep(self.port)
 
-    def _fd(self) -> int:
+    @property
+    def fd(self) -> int:
         fds = [fd for name, fd in self.port.link.descriptors if name == self._name]
         return fds[-1] if fds else -1
 

@@ -21,15 +21,16 @@ class Accepted(ZmqConn):
     def __init__(self, router: Router, identity: bytes, address: str, fd: int) -> None:
         super().__init__(router.port, address)
         self.identity = identity
-        self.fd = fd
+        self._fd = fd
         self._router = router
         self._wire = _wire_of(fd)
 
     def describe(self) -> Mapping[str, str]:
         return {"wire": self._wire} if self._wire else {}
 
-    def _fd(self) -> int:
-        return self.fd
+    @property
+    def fd(self) -> int:
+        return self._fd
 
     def guard(self, most_bytes: int | None) -> None:
         self.port.link.guard(self.fd, most_bytes)

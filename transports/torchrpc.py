@@ -39,7 +39,7 @@ from transports import _torchrpc_shared as shared
 from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import BadNote, Control, Greeting, Misfit
-from transports._torchrpc_signs import SIGN, SIGN_SECONDS
+from transports._torchrpc_signs import SIGN, SIGN_SECONDS, moving
 from transports._torchrpc_sockets import Sockets
 
 logger = Log(__name__)
@@ -306,9 +306,8 @@ class TorchRpcLink(Link):
             self._look_after()
         if now - self._told_at > SIGN_SECONDS:
             self._told_at = now
-            for conn in list(self._alive):
-                if conn.signs.are_due():
-                    self._sockets.send(conn.control, SIGN)
+            for conn in moving(self._alive):
+                self._sockets.send(conn.control, SIGN)
         for conn in list(self.noticed):
             if conn in self.noticed:
                 yield from conn.report()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -54,6 +55,9 @@ def copy_of(fd: int) -> Iterator[socket.socket]:
     Raises:
         OSError: It is closed, or no socket.
     """
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        # Closing the copy of a file gives up this process's POSIX locks of the file.
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
     copies: list[int] = []
     sock = None
     try:
