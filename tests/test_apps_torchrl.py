@@ -129,6 +129,16 @@ def test_a_result_that_one_actor_cannot_take_leaves_others_theirs() -> None:
             assert answers[1].result(timeout=60)["action"].shape == (400_000,)
 
 
+def test_a_server_without_requests_can_be_shut_down() -> None:
+    """However long it would wait for the next; its thread needs the queue no more."""
+    with mq.connect("inproc", group="torchrl-idle", name="server") as queue:
+        end = MqTransport(queue, serves=True)
+        server = InferenceServer(policy(), end, timeout=600).start()
+        server.shutdown(timeout=30)
+        threads = [one.name for one in threading.enumerate()]
+        assert "InferenceServer-worker" not in threads
+
+
 def test_an_actor_whose_server_is_gone_is_told() -> None:
     """It neither hangs nor asks a server that was never there."""
     with mq.connect("inproc", group="torchrl-gone", name="actor") as queue:

@@ -40,7 +40,7 @@ logger = Log(__name__)
 REQUESTS = "torchrl.requests"
 EVERY = -1
 """In place of a request's number: all to which their actor has no answer yet."""
-_LOOK = 0.5  # seconds between two looks whether the server is still there
+_LOOK = 0.5  # seconds between two looks whether the server is there, or shall end
 _LONGEST = 10_000  # characters that an actor is told of an error
 
 
@@ -164,9 +164,13 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
     # -- the server's end ----------
 
     def wait_for_work(self, timeout: float) -> None:
-        """Wait for a request, at most so many seconds."""
+        """Wait for a request, at most so many seconds.
+
+        Never long: the server's thread looks between two calls whether it was shut
+        down, and who shut it down would give up on it and close the queue under it.
+        """
         if not self._pending:
-            self._receive(timeout)
+            self._receive(min(timeout, _LOOK))
 
     def _receive(self, timeout: float) -> bool:
         """Whether another request came in so many seconds."""
