@@ -371,7 +371,9 @@ class BlockingQueue(Membership):
             kind = UntrustedPayload if isinstance(error, UntrustedPayload) else None
             raise (kind or _CodecError)(
                 f"message {sequence} from {peer.name!r} on {subscription.topic!r}: "
-                f"{error}"
+                f"{error}",
+                peer.name,
+                subscription.topic,
             ) from error
         return Message(
             subscription.topic,

@@ -103,7 +103,17 @@ class MessageTooLarge(MQError, ValueError):
 
 
 class CodecError(MQError, ValueError):
-    """A payload cannot be encoded, or received bytes cannot be decoded."""
+    """A payload cannot be encoded, or received bytes cannot be decoded.
+
+    Attributes:
+        sender: Name of the publisher of what `recv` could not decode; "" elsewhere.
+        topic: Its topic; "" elsewhere.
+    """
+
+    def __init__(self, message: str, sender: str = "", topic: str = "") -> None:
+        super().__init__(message)
+        self.sender = sender
+        self.topic = topic
 
 
 class UntrustedPayload(CodecError):

@@ -131,7 +131,7 @@ def test_a_result_that_one_actor_cannot_take_leaves_others_theirs() -> None:
 
 def test_a_server_without_requests_can_be_shut_down() -> None:
     """However long it would wait for the next; its thread needs the queue no more."""
-    with mq.connect("inproc", group="torchrl-idle", name="server") as queue:
+    with mq.connect("inproc", group="torchrl-rest", name="server") as queue:
         end = MqTransport(queue, serves=True)
         server = InferenceServer(policy(), end, timeout=600).start()
         server.shutdown(timeout=30)
@@ -242,10 +242,35 @@ def test_lost_requests_do_not_end_the_server(
         lose_first(one, "actor", monkeypatch)
         with InferenceServer(policy(), MqTransport(one, serves=True)):
             client = MqTransport(two).client()
-            with pytest.raises(InferenceFailed, match="lost on their way"):
+            with pytest.raises(InferenceFailed, match="did not reach the server"):
                 client.submit(request(1)).result(timeout=60)
             assert client(request(2))["action"].shape == (2,)
     assert "3 message(s) from 'actor'" in caplog.text
+
+
+class Fragile:
+    """A request that the server cannot read."""
+
+    def to_tensordict(self) -> Fragile:
+        return self
+
+
+def fail(values: list[object]) -> Fragile:
+    raise ValueError("no such thing")
+
+
+def test_a_request_that_cannot_be_decoded_is_waited_for_by_nobody() -> None:
+    """Its actor is told; the next request is answered."""
+    mq.add_safe_types(Fragile, encode=lambda fragile: [], decode=fail)
+    with (
+        mq.connect("inproc", group="torchrl-fragile", name="server") as one,
+        mq.connect("inproc", group="torchrl-fragile", name="actor") as two,
+        InferenceServer(policy(), MqTransport(one, serves=True)),
+    ):
+        client = MqTransport(two).client()
+        with pytest.raises(InferenceFailed, match="did not reach the server"):
+            client.submit(Fragile()).result(timeout=60)
+        assert client(request(2))["action"].shape == (2,)
 
 
 def test_lost_answers_are_waited_for_by_nobody(

@@ -178,12 +178,10 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
             self._pending.append(self._queue.recv(timeout))
         except mq.RecvTimeout:
             return False
-        except mq.MessagesLost as error:
+        except (mq.MessagesLost, mq.CodecError) as error:
             # One actor's trouble, of which its own end knows nothing; others go on.
             logger.warning("%r: %s", self._queue, error)
             self._dropped.setdefault(error.sender, []).append(EVERY)
-        except mq.CodecError as error:
-            logger.warning("%r: %s", self._queue, error)
         return True
 
     def drain(
@@ -229,7 +227,9 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         for sender, numbers in list(self._dropped.items()):
             text = "the answer was dropped: this actor had not read those before it"
             if EVERY in numbers:
-                text = "requests were lost on their way to the server: ask again"
+                text = (
+                    "requests did not reach the server, whose log says why: ask again"
+                )
             try:
                 self._publish(sender, numbers, {"error": text}, 0)
             except mq.PublishTimeout:
