@@ -387,6 +387,11 @@ def test_a_gap_in_a_collectors_messages_is_counted() -> None:
     for one in (message(0), message(1), message(4), message(0, "b"), message(5)):
         ledger.take(one)
     assert ledger.lost == 2
+    ledger.miss(mq.MessagesLost("collector-0", ["t"], 3))
+    assert ledger.lost == 5
+    ledger.take(message(9))  # that gap, of which it was told
+    ledger.take(message(11))
+    assert ledger.lost == 6
     resumed = Ledger(whole=False)
     resumed.take(message(7))
     assert resumed.lost == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -27,13 +28,22 @@ class Ledger:
     def __init__(self, whole: bool) -> None:
         self._whole = whole
         self._next: dict[tuple[str, str], int] = {}
+        self._told: Counter[str] = Counter()
         self.lost = 0
+
+    def miss(self, error: mq.MessagesLost) -> None:
+        """Take down what `recv` says was lost; it shows as a gap later, if at all."""
+        self._told[error.sender] += error.count
+        self.lost += error.count
 
     def take(self, message: mq.Message) -> None:
         """Take down a message."""
         key = (message.sender, message.incarnation)
         expected = self._next.get(key, 0 if self._whole else message.sequence)
-        self.lost += message.sequence - expected
+        missing = message.sequence - expected
+        told = min(missing, self._told[message.sender])
+        self._told[message.sender] -= told
+        self.lost += missing - told
         self._next[key] = message.sequence + 1
 
 
@@ -141,7 +151,7 @@ class Training:
         self._count()
         self._publish(stop=True)
         self._drain()
-        self.summary.lost += self._ledger.lost
+        self.summary.lost = self._ledger.lost
         return self.summary
 
     def stop(self) -> None:
@@ -226,7 +236,7 @@ class Training:
                 f"or start {self._task.collectors} in this group and over this backend"
             ) from None
         except mq.MessagesLost as error:
-            self.summary.lost += error.count
+            self._ledger.miss(error)
             return None
         self._heard = time.monotonic()
         if timeout:
