@@ -39,6 +39,11 @@ def large_str(nbytes: int) -> re.Pattern[bytes]:
     return re.compile(rb"\xdb(?=\x00[^\x00]%b)" % longer, re.DOTALL)
 
 
+def _copied(memory: memoryview) -> memoryview:
+    """A copy of what another process could change while it is looked at."""
+    return memoryview(bytes(memory))
+
+
 def _may_hold_large_str(skeleton: bytes) -> bool:
     for match in large_str(len(skeleton)).finditer(skeleton):
         size = int.from_bytes(skeleton[match.end() : match.end() + 4], "big")
@@ -216,14 +221,14 @@ class Codec:
             apart = area.areas
             area = area.host
         if is_plain(area) and not apart:
-            return decode_plain(area)
+            return decode_plain(_copied(area) if read_only else area)
         if not apart and device is None:
             known = repeated.decode(area, read_only)
             if known is not None:
                 return known
         skeleton, buffers, areas = frames.split(area, apart)
-        if read_only:  # another process could change it while it is looked at
-            skeleton = memoryview(bytes(skeleton))
+        if read_only:
+            skeleton = _copied(skeleton)
         unpacker = Unpacker(
             buffers, self._allow_pickle, device, read_only, areas, ahead
         )

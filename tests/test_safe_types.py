@@ -27,6 +27,7 @@ from mq import safe_types
 from mq.codec import Codec, add_safe_types
 from mq.errors import CodecError, UntrustedPayload
 from mq.frames import assemble
+from mq.plain import decode_plain
 
 Ext = msgspec.msgpack.Ext
 pack = msgspec.msgpack.encode
@@ -481,3 +482,19 @@ def test_what_lies_in_shared_memory_is_looked_at_once() -> None:
 
     assert CODEC.decode(Meddler.area, read_only=True)[1] == "after"
     assert b"later" in bytes(Meddler.area)
+
+
+def test_a_plain_message_in_shared_memory_is_copied_before_it_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the rest of what is not arrays."""
+    area = area_of(CODEC.encode({"text": "before"}))
+    real = decode_plain
+
+    def meddling(memory: memoryview) -> Any:
+        at = bytes(area).index(b"before")
+        area[at : at + 6] = b"\xff" * 6
+        return real(memory)
+
+    monkeypatch.setattr("mq.codec.decode_plain", meddling)
+    assert CODEC.decode(area, read_only=True) == {"text": "before"}
