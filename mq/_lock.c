@@ -313,6 +313,12 @@ lock_locked(Lock *self, PyObject *ignored)
 }
 
 static PyObject *
+lock_is_mine(Lock *self, PyObject *ignored)
+{
+    return PyBool_FromLong(self->locked && self->holder == PyThread_get_thread_ident());
+}
+
+static PyObject *
 lock_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     if (!PyArg_ParseTuple(args, ""))
@@ -342,6 +348,7 @@ static PyMethodDef lock_methods[] = {
      NULL},
     {"release", (PyCFunction)lock_release, METH_NOARGS, NULL},
     {"locked", (PyCFunction)lock_locked, METH_NOARGS, NULL},
+    {"is_mine", (PyCFunction)lock_is_mine, METH_NOARGS, NULL},
     {"__enter__", (PyCFunction)lock_enter, METH_NOARGS, NULL},
     {"__exit__", (PyCFunction)lock_release, METH_VARARGS, NULL},
     {NULL},

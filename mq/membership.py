@@ -196,6 +196,9 @@ class Membership:
     def close(self, linger: float | None = 30.0) -> None:
         """Deliver what was published, leave the group, free everything. Idempotent.
 
+        Called in the middle of the queue's own work, by a handler of its log or of a
+        signal that did not wait, it is done by another thread once that work has ended.
+
         Args:
             linger: Seconds to deliver at most; what then remains is counted in a
                 warning. None: as long as it takes.
@@ -206,6 +209,9 @@ class Membership:
             return
         deadline = time.monotonic() + seconds("linger", linger)
         driver.end_calls()
+        if driver.is_in_the_middle():
+            threading.Thread(target=self.close, args=(linger,), daemon=True).start()
+            return
         me = threading.get_ident()
         while self._close_lock.locked() and not self._freed.wait(LOOK_SECONDS):
             # Another thread closes it; not every signal would end a wait for the lock.

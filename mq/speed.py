@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
 from mq import bell, plain
@@ -60,6 +61,16 @@ def _follow(
 def _decode_run(*run: Any) -> list[Message]:
     found: list[Message] = _speed.decode_run(*run)
     return found or plain.decode_run(*run)  # which takes what is rare
+
+
+def _may_be_mine(lock: threading.Lock) -> bool:
+    frame = sys._getframe(1) if lock.locked() else None
+    while frame is not None:
+        # Where there is none of these, this thread is in none of the queue's calls.
+        if frame.f_globals.get("__name__", "").startswith("mq.mesh."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _none(*arguments: object) -> int:
@@ -115,3 +126,7 @@ Returns:
 """
 signal_waits: Final[Callable[[], int]] = _speed.signal_waits if COMPILED else _none
 """Whether a signal waits for the main thread to release a `Lock`."""
+is_mine: Final[Callable[[threading.Lock], bool]] = (
+    methodcaller("is_mine") if COMPILED else _may_be_mine
+)
+"""Whether this thread has a `Lock`; with nothing compiled, whether it may have it."""

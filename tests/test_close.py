@@ -122,3 +122,25 @@ def test_close_complains_only_of_what_did_not_arrive(
                     got += 1
             assert got == 300 or "'reader' lacks" in caplog.text
             assert got < 300 or "lacks" not in caplog.text
+
+
+IN_THE_MIDDLE = """
+import mq
+
+with mq.connect("inproc", group="middle", name="one") as queue:
+    queue._driver.run(queue.close)
+    assert queue._freed.wait(60.0)
+    try:
+        queue.recv()
+    except mq.Closed:
+        print("closed")
+"""
+
+
+@pytest.mark.parametrize("compiled", ["0", "1"])
+def test_a_handler_may_close_in_the_middle_of_the_queues_work(
+    compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its log, or of a signal; it is closed when that work has ended."""
+    monkeypatch.setenv("MQ_COMPILED", compiled)
+    assert output_of(IN_THE_MIDDLE, timeout=60.0) == "closed\n"

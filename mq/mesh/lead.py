@@ -25,7 +25,7 @@ from mq.log import Log
 from mq.mesh.atomic import give_up, take_back
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
-from mq.speed import Lock, signal_waits
+from mq.speed import Lock, is_mine, signal_waits
 
 logger = Log(__name__)
 
@@ -138,6 +138,10 @@ class Lead:
         """Have every call end with `Closed`."""
         self.closing = True
         self.poller.wake()
+
+    def is_in_the_middle(self) -> bool:
+        """Whether this thread has the lock; then this is a handler, or a hook."""
+        return is_mine(self.lock)
 
     def check(self) -> None:
         """Raises: Closed, ForkedProcess, if the queue cannot be used any more."""
