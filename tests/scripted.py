@@ -241,7 +241,12 @@ class ScriptedLink(Link):
 
     def has_news(self) -> bool:
         """Whether `poll` would report anything."""
-        return bool(self._events) or any(conn.is_readable() for conn in self.conns)
+        if self._events:
+            return True
+        for conn in self.conns:  # asked all the time
+            if (conn.arrived or conn._body is not None) and not conn.closed:
+                return True
+        return False
 
     def poll(self) -> Iterator[Event]:
         losses = [e for e in self._events if e.what is What.LOST]
@@ -337,14 +342,22 @@ class ScriptedNet:
 
     def steps(self) -> list[ScriptedConn]:
         """Ends that have something to deliver, or whose other end waits for LOST."""
-        self.conns = [c for c in self.conns if c.flight or not self._is_over(c)]
-        return [conn for conn in self.conns if self._can_step(conn)]
-
-    @staticmethod
-    def _is_over(conn: ScriptedConn) -> bool:
-        other = conn.other
-        assert other is not None
-        return conn.broken and (other.closed or not other.lost_due)
+        left: list[ScriptedConn] = []
+        ready: list[ScriptedConn] = []
+        for conn in self.conns:
+            other = conn.other
+            assert other is not None
+            if not conn.flight:
+                if conn.broken and (other.closed or not other.lost_due):
+                    continue  # it is over
+                if not other.lost_due:  # most of all
+                    left.append(conn)
+                    continue
+            left.append(conn)
+            if self._can_step(conn):
+                ready.append(conn)
+        self.conns = left
+        return ready
 
     def _can_step(self, conn: ScriptedConn) -> bool:
         other = conn.other

@@ -427,13 +427,18 @@ class World:
     def running(self) -> list[Member]:
         return [m for m in self.members.values() if not m.stalled]
 
-    def pump(self) -> None:
-        """Deliver and handle everything, until nothing moves; no time passes."""
+    def pump(self, first: bool = True) -> None:
+        """Deliver and handle everything, until nothing moves; no time passes.
+
+        Args:
+            first: Whether somebody may have something to send that nobody asks for.
+        """
         for turn in range(10_000):
             moved = self.net.deliver_all()
             for member in self.running():
                 news = member.link.has_news()
-                if news or not turn or member.mesh.next_deadline() <= self.now:
+                at_once = first and not turn
+                if news or at_once or member.mesh.next_deadline() <= self.now:
                     member.poll()
                 moved |= news
             if not moved and not self.net.steps():
@@ -444,8 +449,10 @@ class World:
         """Let time pass; everybody is polled when the mesh says so, no earlier."""
         end = self.now + seconds
         idle = 0
+        first = True
         while True:
-            self.pump()
+            self.pump(first)
+            first = False
             if self.now >= end:
                 return
             due = min((m.mesh.next_deadline() for m in self.running()), default=end)
