@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh_python import ROOT
 
 import mq
 from mq.testing import Group, MemberDied, Proxy, StepTimeout, expect, waiting, worker
@@ -130,6 +133,37 @@ def test_hung_and_stopped_members_are_ended(processes: Group) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+ORPHANS = """
+from mq.testing import Group
+from mq.transport import Capabilities
+from test_harness import _pid, _wait_for_ever
+member = Group("none", Capabilities(reach="host"), {}).unconnected("a")
+print(member.ask(_pid).result(), flush=True)
+member.ask(_wait_for_ever)
+input()
+"""
+
+
+def test_a_hung_member_does_not_outlive_a_script_that_was_killed(
+    tmp_path: Path,
+) -> None:
+    """It would use memory and the processor for ever."""
+    folder = os.path.dirname(__file__)
+    script = subprocess.Popen(
+        [sys.executable, "-c", ORPHANS],
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with script:
+        assert script.stdout is not None
+        watch = os.pidfd_open(int(script.stdout.readline()))
+        script.kill()
+    ended, _, _ = select.select([watch], [], [], 60.0)
+    os.close(watch)
+    assert ended
 
 
 def test_a_file_that_glibc_reads_for_a_moment_is_no_leak(tmp_path: Path) -> None:

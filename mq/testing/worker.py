@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Final
 
 from mq import registry
 from mq.mesh.poller import Poller
@@ -71,11 +71,22 @@ class RemoteTraceback(Exception):
     """Carries the traceback of a member to the case's own."""
 
 
-class Worker:
-    """One member: its queue and the thread that executes requests in order."""
+ORPHAN_SECONDS: Final = 5.0
 
-    def __init__(self, channel: Connection) -> None:
+
+class Worker:
+    """One member: its queue and the thread that executes requests in order.
+
+    Args:
+        channel: Requests and answers.
+        ends_process: Whether a call that goes on although the script is gone, as after
+            a kill, ends with the process after `ORPHAN_SECONDS`.
+    """
+
+    def __init__(self, channel: Connection, ends_process: bool = False) -> None:
         self._channel = channel
+        self._ends_process = ends_process
+        self._over = threading.Event()
         self._sending = threading.Lock()
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self.queue: Any = None
@@ -93,6 +104,7 @@ class Worker:
             if request is None:
                 break
             self._execute(request)
+        self._over.set()
         reader.join()
         self._channel.close()
 
@@ -102,13 +114,15 @@ class Worker:
                 request: Request = pickle.loads(self._channel.recv_bytes())
             except (EOFError, OSError):
                 self._requests.put(None)
-                return
+                break
             if request.main:
                 self._requests.put(request)
             else:
                 threading.Thread(
                     target=self._execute, args=(request,), name="mq-test-call"
                 ).start()
+        if self._ends_process and not self._over.wait(ORPHAN_SECONDS):
+            os._exit(1)
 
     def _execute(self, request: Request) -> None:
         answer: Any
@@ -139,7 +153,7 @@ def process_main(channel: Connection, stacks: Connection, directory: str) -> Non
     # Ignored where a shell started all this in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _use(directory)
-    worker = Worker(channel)
+    worker = Worker(channel, ends_process=True)
     worker.loop()
     # What a normal exit does is the subject of cases of its own; here it costs time.
     sys.stdout.flush()

@@ -143,9 +143,10 @@ def messages_of_a_member_that_left_stay_readable(group: Group) -> None:
 
 
 _EXIT = """
-import json, sys, threading
+import faulthandler, json, sys, threading
 import mq
-backend, options, ending = json.loads(sys.argv[1])
+backend, options, ending, patience = json.loads(sys.argv[1])
+faulthandler.dump_traceback_later(patience, exit=True)  # where it hangs, if it does
 reader = mq.connect(backend, name="exit-reader", **options)
 reader.subscribe("t")
 queue = mq.connect(backend, name="exit", **options)
@@ -173,7 +174,7 @@ def normal_exit_without_close_delivers_and_leaves_nothing(group: Group) -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     for ending, status in (("fall off", 0), ("raise", 7)):
-        arguments = json.dumps([group.backend, options, ending])
+        arguments = json.dumps([group.backend, options, ending, 0.9 * STEP])
         ended = subprocess.run(
             [sys.executable, "-c", _EXIT, arguments],
             env=environment,
