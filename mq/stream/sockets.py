@@ -151,7 +151,7 @@ def bound_unix(path: str) -> socket.socket:
     """A socket bound to a path; one that a killed process has left there is replaced.
 
     Raises:
-        OSError: The path is too long, or somebody listens there.
+        OSError: As from `addresses.check_socket_path`.
     """
     addresses.check_socket_path(path)
     if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
