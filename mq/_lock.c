@@ -9,6 +9,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
@@ -93,12 +94,17 @@ let_go(void)
 
 /* Whether a signal's handler is that by which Python calls one of its own.
 
-   `faulthandler` puts itself before that of a signal, with a flag of its own. */
+   `faulthandler` puts itself before that of a signal, with a flag of its own. So may a
+   library's, of which Python knows nothing. */
 static int
 is_pythons(int number, const struct sigaction *action)
 {
+    Dl_info its, pythons;
     if (action->sa_flags & SA_NODEFER || action->sa_handler == SIG_DFL
-        || action->sa_handler == SIG_IGN || action->sa_handler == on_signal)
+        || action->sa_handler == SIG_IGN || action->sa_handler == on_signal
+        || !dladdr((void *)action->sa_handler, &its)
+        || !dladdr((void *)PyErr_CheckSignals, &pythons)
+        || its.dli_fbase != pythons.dli_fbase)
         return 0;
     PyObject *handler = PyObject_CallFunction(getsignal, "i", number);
     int found = handler != NULL && PyCallable_Check(handler);

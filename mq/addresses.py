@@ -9,6 +9,7 @@ import ipaddress
 import os
 import re
 import socket
+import stat
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -174,7 +175,8 @@ def check_socket_path(path: str) -> None:
     """Refuse a path on which no unix socket can listen.
 
     Raises:
-        OSError: It is too long, or somebody listens there.
+        OSError: It is too long, somebody listens there, or it is another file's, which
+            an engine may take for what is left of a socket, and remove.
     """
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
         raise OSError(
@@ -186,3 +188,5 @@ def check_socket_path(path: str) -> None:
         probe.setblocking(False)
         if probe.connect_ex(path) in (0, errno.EAGAIN):
             raise OSError(errno.EADDRINUSE, f"somebody listens on {path} already")
+    if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise OSError(errno.EADDRINUSE, f"{path} is there already, and is no socket")

@@ -25,7 +25,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.modules.inference_server import InferenceServer
 
-from mq.integrations.torchrl import Answer, InferenceFailed, MqTransport
+from mq.integrations.torchrl import REQUESTS as REQUEST_TOPIC
+from mq.integrations.torchrl import Answer, InferenceFailed, MqTransport, replies
 
 REQUESTS = 20
 
@@ -364,6 +365,46 @@ def test_threads_of_an_actor_share_its_end() -> None:
     for number, action in found.items():
         torch.testing.assert_close(action, policy()(request(number))["action"])
     assert len(found) == 8
+
+
+def test_a_thread_of_an_actor_waits_for_its_own_answer_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not for that of another thread, which is there to receive it."""
+    group = "torchrl-alone"
+    with (
+        mq.connect("inproc", group=group, name="server") as server,
+        mq.connect("inproc", group=group, name="actor") as queue,
+    ):
+        server.subscribe(REQUEST_TOPIC)
+        transport = MqTransport(queue)
+        slow, quick = (transport.submit(request(number)) for number in range(2))
+        requests = [server.recv(timeout=30).payload for _ in range(2)]
+        receives, goes_on, real = threading.Event(), threading.Event(), queue.recv
+        waited = []
+
+        def recv(timeout: float | None = None) -> mq.Message:
+            receives.set()
+            waited.append(goes_on.wait(timeout=10))
+            return real(timeout)
+
+        monkeypatch.setattr(queue, "recv", recv)
+        other = threading.Thread(target=slow.result, args=(60.0,))
+        other.start()
+        assert receives.wait(timeout=30)
+        assert not quick.done()
+        with pytest.raises(TimeoutError):
+            quick.result(timeout=0.01)
+        assert not waited  # the other thread is still in its call
+        goes_on.set()
+        for asked in reversed(requests):
+            answer = {"numbers": [asked["number"]], "result": asked["input"]}
+            server.publish(replies("actor"), answer)
+            if asked is requests[1]:
+                assert quick.result(timeout=30)["observation"][0] == 1.0
+                assert other.is_alive()
+        other.join()
+        assert slow.done()
 
 
 def test_an_actor_started_again_gets_no_answer_of_the_one_before() -> None:

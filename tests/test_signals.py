@@ -397,6 +397,34 @@ def test_handlers_in_c_and_signals_without_one_are_left_alone() -> None:
             speed.hold_signals([wrong])
 
 
+STOLEN = """
+import ctypes, os, signal
+
+library = ctypes.CDLL(None)
+library.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+library.signal(signal.SIGINT, ctypes.cast(library.abs, ctypes.c_void_p))
+
+from mq import signals
+from mq.speed import Lock
+
+ran = []
+signal.signal(signal.SIGTERM, lambda number, frame: ran.append(number))
+assert callable(signal.getsignal(signal.SIGINT))
+signals.hold()
+with Lock():
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(ran)
+print(ran == [signal.SIGTERM])
+"""
+
+
+@compiled
+def test_a_handler_in_c_of_which_python_does_not_know_is_left_alone() -> None:
+    """A library's, in place of Python's own: it gets its signal, and others wait."""
+    assert output_of(STOLEN).split() == ["[]", "True"]
+
+
 STORM = """
 import os, signal, sys, threading, time
 from mq import signals

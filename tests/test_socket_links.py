@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import socket
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import nng_links
@@ -233,6 +235,20 @@ def test_a_path_that_is_too_long_is_an_os_error(name: str) -> None:
         link.open(poller, ["ipc:///" + "x" * 110], None)
     assert len(os.listdir("/proc/self/fd")) == len(before)
     poller.close()
+
+
+@over_unix
+def test_a_file_that_is_no_socket_is_left_where_it_is(
+    name: str, own_temporary_directory: str
+) -> None:
+    """ZeroMQ would remove whatever is there, and so did the link when it closed."""
+    path = Path(own_temporary_directory) / "notes"
+    path.write_text("worth keeping")
+    link = LINKS[name]()
+    with contextlib.closing(Poller()) as poller:
+        with pytest.raises(OSError, match="notes is there already, and is no socket"):
+            link.open(poller, [f"ipc://{path}"], None)
+    assert path.read_text() == "worth keeping"
 
 
 @over_unix

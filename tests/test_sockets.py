@@ -134,3 +134,20 @@ def test_a_file_keeps_its_locks(look: Callable[[int], object], tmp_path: Path) -
             check=True,
         )
         assert done.stdout == "locked\n"
+
+
+class Uncounted:
+    """A socket of a kernel that knows no more of it than its state, as gVisor's."""
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        return b"\x01" + bytes(size - 1)
+
+
+def test_a_kernel_that_does_not_count_says_nothing_of_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer of which nothing is heard would never be given up."""
+    monkeypatch.setattr(
+        sockets, "copy_of", lambda fd: contextlib.nullcontext(Uncounted())
+    )
+    assert sockets.quiet_seconds(0) is None

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 from fresh_python import ROOT
 from link_world import World
+from test_tcp_link import no_descriptors_left
 from torchrpc_links import rpc_conn
 
 from mq.transport import What
 from transports import _torchrpc_calls as calls
-from transports._torchrpc_signs import SIGN, Signs, acked_by_remote
+from transports._torchrpc_signs import SIGN, SIGN_SECONDS, Signs, acked_by_remote
 from transports._torchrpc_under_way import UnderWay
 from transports.torchrpc import TorchRpcLink
 
@@ -100,6 +101,43 @@ def test_where_nothing_is_known_of_the_wire_no_sign_is_due(
     for _ in range(3):
         passed(near, far)
         assert not are_due(signs)
+
+
+def test_what_idle_ends_owe_each_other_is_not_looked_at() -> None:
+    """To look at all descriptors, of which each peer takes ten, is dear."""
+    under_way = UnderWay(lambda _: None)
+    signs = Signs(under_way)
+    under_way.add(calls.Future[Any](), 100)
+    for _ in range(3):
+        assert not signs.are_awaited()
+    under_way.add(calls.Future[Any](), 1000)
+    assert not signs.are_awaited()
+    assert signs.are_awaited()
+
+
+def test_a_process_without_descriptors_sends_no_signs_and_goes_on() -> None:
+    """Its connections stay, though there is none to look at the others with."""
+    with World(TorchRpcLink, 2) as world:
+        dialled, accepted = world.connect()
+        world.send(dialled, b"there", bytes(1000))
+        world.send(accepted, b"back", bytes(1000))
+        for member in world.members:  # TensorPipe needs no descriptors any more
+            world.until(lambda member=member: bool(member.received), "a message")
+        link = world.members[0].link
+        assert isinstance(link, TorchRpcLink)
+        future = calls.Future[Any]()
+        rpc_conn(dialled)._calls.add(future, 1000)
+        world.nap = SIGN_SECONDS
+        looks = set()
+
+        def has_looked() -> bool:
+            looks.add(link._told_at)
+            return len(looks) > 3
+
+        with no_descriptors_left():
+            world.until(has_looked, "looks at what is under way")
+        future.set_result(True)
+        assert not world.members[0].conns(What.LOST)
 
 
 def test_a_sign_ends_the_silence_of_its_connection_alone() -> None:

@@ -25,6 +25,9 @@ SIGN_SECONDS: Final = 0.2
 """How often what is under way is looked at."""
 SIGN: Final[dict[str, Any]] = {"moving": True}
 """The note that says so."""
+LEAST_BYTES: Final = 1000
+"""Of a call that may take long on a wire; less, as what tells of no more than life,
+may go without an answer as long as both ends are idle."""
 Remote: TypeAlias = "tuple[str, int]"
 _DESCRIPTORS: Final = "/proc/self/fd"
 
@@ -56,7 +59,7 @@ class Signs:
 
     def are_awaited(self) -> bool:
         """Whether one call has been unanswered since last asked."""
-        before, self._oldest = self._oldest, self._calls.oldest()
+        before, self._oldest = self._oldest, self._calls.oldest(LEAST_BYTES)
         return self._oldest is not None and self._oldest is before
 
     def are_due(self, acked: Mapping[Remote, int]) -> bool:
@@ -78,12 +81,18 @@ def moving(conns: Iterable[RpcConn]) -> list[RpcConn]:
 
 
 def acked_by_remote() -> dict[Remote, int]:
-    """How much of what this process has sent to an address the kernel there has."""
+    """How much of what this process has sent to an address the kernel there has.
+
+    Empty where that cannot be known, as without a free descriptor to look with.
+    """
     found: dict[Remote, int] = defaultdict(int)
-    if os.path.isdir(_DESCRIPTORS):
-        for name in os.listdir(_DESCRIPTORS):
-            with contextlib.suppress(OSError, ValueError):  # it leads to no host
-                with copy_of(int(name)) as sock:
-                    host, port = sock.getpeername()[:2]
-                found[host, port] += acked_bytes(int(name)) or 0
+    try:
+        names = os.listdir(_DESCRIPTORS)
+    except OSError:
+        return found
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):  # it leads to no host
+            with copy_of(int(name)) as sock:
+                host, port = sock.getpeername()[:2]
+            found[host, port] += acked_bytes(int(name)) or 0
     return found

@@ -46,9 +46,10 @@ class UnderWay:
                 call.future.add_done_callback(self._notice)
                 call.watched = True
 
-    def oldest(self) -> Call | None:
-        """The one that has waited longest for its answer."""
-        return next((call for call in self._calls if not call.future.done()), None)
+    def oldest(self, least: int) -> Call | None:
+        """The one of at least so many bytes that has waited longest for its answer."""
+        large = (call for call in self._calls if call.nbytes >= least)
+        return next((call for call in large if not call.future.done()), None)
 
     def answered(self) -> list[Call]:
         """Those that are answered, until `remove`; they may be so in any order."""

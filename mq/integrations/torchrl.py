@@ -78,7 +78,9 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         # Weak: nobody takes the answer to a request of which the caller let go.
         self._open: WeakValueDictionary[int, Answer] = WeakValueDictionary()
         self._dropped: dict[str, list[int]] = {}  # by actor: not to be answered
-        self._lock = threading.Lock()
+        self._look_at = time.monotonic() + _LOOK  # whether the server is there
+        self._receives = False  # whether some thread does
+        self._changed = threading.Condition()
         topic = REQUESTS if serves else replies(queue.name)
         queue.subscribe(topic, timeout=timeout)
 
@@ -109,53 +111,68 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         return next((one.incarnation for one in members if one.name in servers), "")
 
     def settled(self, answer: Answer, timeout: float | None) -> bool:
-        """Whether a request has its answer, or will never have one, in time."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while answer.payload is None:
-            with self._lock:
-                if answer.payload is not None:
-                    break
-                gone = self._gone(answer)
-                until = answer.look_at if deadline is None else deadline
-                left = min(until, answer.look_at) - time.monotonic()
-                # What a server said last may be there after it has gone.
-                if self._take(0.0 if gone else max(0.0, left)):
-                    continue
-                if gone:
-                    text = f"{self._queue!r}: the inference server is gone"
-                    self._settle([answer.number], {"gone": text})
-                elif deadline is not None and time.monotonic() >= deadline:
-                    return False
-        return True
+        """Whether a request has its answer, or will never have one, in time.
 
-    def _gone(self, answer: Answer) -> bool:
-        """Whether the server that was asked is gone, as far as was looked now.
-
-        Another one in its place, which may have its name, knows nothing of the request.
+        One thread at a time receives, for all that wait: one that has to wait for that
+        would get its answer, or its time-out, only when the other has its own.
         """
-        if time.monotonic() < answer.look_at:
-            return False
-        if all(one.incarnation != answer.server for one in self._queue.members()):
-            return True
-        answer.look_at = time.monotonic() + _LOOK
-        return False
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while answer.payload is None:
+                left = _LOOK if deadline is None else deadline - time.monotonic()
+                receives = not self._receives
+                if receives and self._take_turn(max(0.0, left)):
+                    continue
+                if left <= 0.0:
+                    break
+                if not receives:
+                    self._changed.wait(min(left, _LOOK))
+            return answer.payload is not None
 
-    def _take(self, timeout: float) -> bool:
-        """Whether an answer came in so many seconds, to whatever request."""
+    def _take_turn(self, timeout: float) -> bool:
+        """Receive for all threads, in so many seconds; whether an answer came."""
+        gone = self._gone()
+        # What a server said last may be there after it has gone.
+        left = 0.0 if gone else max(0.0, self._look_at - time.monotonic())
+        payload: dict[str, Any] = {"numbers": []}
+        self._receives = True
         try:
-            payload = self._queue.recv(timeout).payload
+            self._changed.release()
+            payload = self._queue.recv(min(timeout, left)).payload
         except mq.RecvTimeout:
+            text = f"{self._queue!r}: the inference server is gone"
+            payload = {"numbers": gone, "gone": text}
             return False
         except (mq.MessagesLost, mq.CodecError) as error:
             # Whose answers these were is not known; nobody shall wait for ever.
             payload = {"numbers": [EVERY], "error": str(error)}
-        self._settle(payload["numbers"], payload)
+        finally:
+            self._receives = False
+            self._changed.acquire()
+            self._settle(payload["numbers"], payload)
+            self._changed.notify_all()
         return True
+
+    def _gone(self) -> list[int]:
+        """Requests whose server is gone, as far as it is time to look.
+
+        Another one in its place, which may have its name, knows nothing of them.
+        """
+        if time.monotonic() < self._look_at:
+            return []
+        present = {one.incarnation for one in self._queue.members()}
+        gone = [one.number for one in self._waiting() if one.server not in present]
+        if not gone:
+            self._look_at = time.monotonic() + _LOOK
+        return gone
+
+    def _waiting(self) -> list[Answer]:
+        references = self._open.valuerefs()
+        return [one for ref in references if (one := ref()) is not None]
 
     def _settle(self, numbers: list[int], payload: dict[str, Any]) -> None:
         if EVERY in numbers:
-            references = self._open.valuerefs()
-            numbers = [one.number for ref in references if (one := ref()) is not None]
+            numbers = [one.number for one in self._waiting()]
         for number in numbers:
             answer = self._open.pop(number, None)
             if answer is not None:
@@ -251,7 +268,6 @@ class Answer:
 
     Attributes:
         payload: What came, or why nothing will; None before.
-        look_at: When to look whether the server is still there.
     """
 
     def __init__(self, transport: MqTransport, number: int, server: str) -> None:
@@ -259,7 +275,6 @@ class Answer:
         self.number = number
         self.server = server
         self.payload: dict[str, Any] | None = None
-        self.look_at = time.monotonic() + _LOOK
 
     def done(self) -> bool:
         """Whether `result` will return, or raise why it never will, at once."""

@@ -16,7 +16,8 @@ from mq import addresses
 
 _LAST_DATA_RECV: Final = 52
 """Where `struct tcp_info` has the milliseconds since data was received."""
-_MILLISECONDS: Final = struct.Struct("@I")
+_LAST_AND_RECEIVED: Final = struct.Struct("=I72xQ")
+"""From there up to the bytes received in all."""
 _BYTES_ACKED: Final = 120
 """Where it has the bytes sent that the peer has acknowledged; since Linux 4.1."""
 _BYTES_RECEIVED: Final = 128
@@ -80,9 +81,16 @@ def inode(fd: int) -> int:
 
 
 def quiet_seconds(fd: int) -> float | None:
-    """For how long nothing has come to a TCP socket; None: it is none, or not Linux."""
-    told = _tcp_info(fd, _LAST_DATA_RECV, _MILLISECONDS)
-    return None if told is None else told / 1000
+    """For how long nothing has come to a TCP socket; None: it is none, or not Linux.
+
+    Or nothing has come at all, as where the kernel does not count: that of gVisor says
+    0 of everything, by which a dead peer would have been heard of just now, for ever.
+    """
+    milliseconds, received = _tcp_info(fd, _LAST_DATA_RECV, _LAST_AND_RECEIVED) or (
+        0,
+        0,
+    )
+    return milliseconds / 1000 if received else None
 
 
 def is_within_host(fd: int) -> bool:
@@ -95,25 +103,27 @@ def is_within_host(fd: int) -> bool:
 
 
 def received_bytes(fd: int, known: int) -> int | None:
-    """How much has come to a TCP socket in all; None as for `quiet_seconds`.
+    """How much has come to a TCP socket in all; None: it is none, or not Linux.
 
     Args:
         known: Its `inode`, as the descriptor may be another file's by now.
     """
-    return _tcp_info(fd, _BYTES_RECEIVED, _BYTES, known)
+    told = _tcp_info(fd, _BYTES_RECEIVED, _BYTES, known)
+    return None if told is None else told[0]
 
 
 def acked_bytes(fd: int) -> int | None:
-    """How much of what a TCP socket has sent has arrived; None as for `quiet_seconds`.
+    """How much of what a TCP socket has sent has arrived; None as `received_bytes`.
 
     By its kernel's word: the peer's process may not have read it.
     """
-    return _tcp_info(fd, _BYTES_ACKED, _BYTES)
+    told = _tcp_info(fd, _BYTES_ACKED, _BYTES)
+    return None if told is None else told[0]
 
 
 def _tcp_info(
     fd: int, at: int, field: struct.Struct, known: int | None = None
-) -> int | None:
+) -> tuple[int, ...] | None:
     if sys.platform != "linux":  # the structure is Linux's
         return None
     try:
@@ -121,7 +131,7 @@ def _tcp_info(
             if known is not None and inode(sock.fileno()) != known:
                 return None
             told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + field.size)
-        return int(field.unpack_from(told, at)[0])
+        return field.unpack_from(told, at)
     except (OSError, struct.error):
         return None
 
@@ -141,7 +151,7 @@ def bound_unix(path: str) -> socket.socket:
     """A socket bound to a path; one that a killed process has left there is replaced.
 
     Raises:
-        OSError: The path is too long, or somebody listens there.
+        OSError: As from `addresses.check_socket_path`.
     """
     addresses.check_socket_path(path)
     if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
