@@ -14,8 +14,13 @@ from typing import Final
 
 from mq import addresses
 
+_STATE: Final = 0
+_ESTABLISHED: Final = 1
+_RETRANSMITS: Final = 2
+"""Where `struct tcp_info` has how often the same was repeated."""
+_ONE_BYTE: Final = struct.Struct("@B")
 _LAST_DATA_RECV: Final = 52
-"""Where `struct tcp_info` has the milliseconds since data was received."""
+"""Where it has the milliseconds since data was received."""
 _MILLISECONDS: Final = struct.Struct("@I")
 _BYTES_ACKED: Final = 120
 """Where it has the bytes sent that the peer has acknowledged; since Linux 4.1."""
@@ -109,6 +114,19 @@ def acked_bytes(fd: int) -> int | None:
     By its kernel's word: the peer's process may not have read it.
     """
     return _tcp_info(fd, _BYTES_ACKED, _BYTES)
+
+
+def repeats(fd: int, known: int) -> int:
+    """How often TCP has repeated in vain what it sent; 0 where that is not known.
+
+    Nor after `shut`.
+
+    Args:
+        known: As for `received_bytes`.
+    """
+    if _tcp_info(fd, _STATE, _ONE_BYTE, known) != _ESTABLISHED:
+        return 0
+    return _tcp_info(fd, _RETRANSMITS, _ONE_BYTE, known) or 0
 
 
 def _tcp_info(
