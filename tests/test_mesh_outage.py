@@ -113,3 +113,18 @@ def test_who_greets_again_is_not_silent(world: World) -> None:
     assert b.publish("t", b"1")
     world.settle()
     expect_resumed(world, b"1")
+
+
+def test_attempts_side_by_side_are_few_where_many_have_not_greeted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would take the descriptors that others need; one there always is."""
+    monkeypatch.setattr("mq.mesh.dialling.MAX_BESIDE", 2)
+    world.stall("a")
+    world.cut("a", "b")
+    for _ in range(3):
+        world.advance(0.15 * TIMEOUT)
+        assert 1 <= len(world["b"].link.conns) <= 2
+    world.unstall("a")
+    world.settle()
+    expect_resumed(world)

@@ -16,9 +16,11 @@ FIRST_DELAY: Final = 0.02
 """Seconds before the first repetition of a dial that failed; then doubled."""
 ATTEMPT_SECONDS: Final = 2.0
 """Seconds after which an attempt to connect and greet is given up for the next."""
-PACES: Final = 12
+PACES: Final = 16
 """Attempts to resume a session within its `peer_timeout`; see `Dial.pace`."""
 LONGEST_PACE: Final = 0.5
+MAX_BESIDE: Final = 64
+"""Connections that have not greeted yet; beyond, no attempt is begun beside another."""
 MAX_GREETERS: Final = 512
 """Accepted connections that have not greeted yet; beyond, the oldest is closed."""
 

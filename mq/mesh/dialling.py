@@ -6,7 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mq.mesh.dial import ATTEMPT_SECONDS, LONGEST_PACE, PACES, Dial, Greeter
+from mq.descriptors import most_open
+from mq.mesh.dial import (
+    ATTEMPT_SECONDS,
+    LONGEST_PACE,
+    MAX_BESIDE,
+    PACES,
+    Dial,
+    Greeter,
+)
 
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
@@ -145,5 +153,12 @@ class Dialling:
         for dial in list(self.dials):
             if dial.done:
                 self.dials.remove(dial)
-            elif now >= dial.next_at:
+            elif now < dial.next_at:
+                continue
+            elif dial.conn is None or self._has_room_beside(dial.conn):
                 self._attempt(dial, now)
+            else:
+                dial.next_at = now + dial.pace
+
+    def _has_room_beside(self, conn: Conn) -> bool:
+        return len(self._greeters) < most_open(MAX_BESIDE, conn.descriptors_taken)
