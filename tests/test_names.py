@@ -171,6 +171,20 @@ def test_dials_of_one_name_that_fail_together_begin_elsewhere(
         world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
 
 
+@pytest.mark.parametrize("name", ["nng", "tcp", "tls", "zmq"])
+def test_an_attempt_that_another_made_needless_says_nothing_of_its_address(
+    name: str, resolver: Resolver
+) -> None:
+    """Of those that a mesh makes side by side, all but one are given up."""
+    with hidden(name, resolver) as (world, dialler, address):
+        dialler.link.dial(address).close()
+        conn = dialler.link.dial(address)
+        world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
+        dialler.link.dial(address).close()
+        again = dialler.link.dial(address)
+        world.until(lambda: again in dialler.conns(What.OPENED), "OPENED again")
+
+
 def test_torchrpc_dials_the_address_after_one_that_is_silent(
     resolver: Resolver,
 ) -> None:

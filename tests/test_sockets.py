@@ -50,11 +50,16 @@ def _shut(fd: int) -> None:
     sockets.shut(fd, os.fstat(fd).st_ino)
 
 
+def _repeats(fd: int) -> int:
+    return sockets.repeats(fd, os.fstat(fd).st_ino)
+
+
 LOOKS: list[Callable[[int], object]] = [
     sockets.quiet_seconds,
     sockets.is_within_host,
     _received,
     _shut,
+    _repeats,
 ]
 
 

@@ -36,6 +36,7 @@ from transports import _torchrpc_net as net
 from transports._torchrpc_aliases import Aliases, Pairs
 from transports._torchrpc_calls import Peer, echo, failure, lifelines, rpc, total
 from transports._torchrpc_descriptors import Descriptors, check_start, pipe_size
+from transports._torchrpc_stuck import end_stuck
 
 logger = Log(__name__)
 
@@ -261,6 +262,8 @@ class Agent:
             if not self.alive:
                 raise OSError("the application has shut the RPC agent down")
             known = self._peers.get((id, pairs))
+            if known is not None and not known.lost and end_stuck(url, self.url):
+                known.fail("TCP waits to repeat what is not acknowledged")
             if known is not None and not known.lost:
                 return known
             if known is not None and known.mapped:  # `_alias` looks for its name

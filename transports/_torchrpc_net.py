@@ -7,12 +7,14 @@ import ipaddress
 import os
 import re
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from mq import addresses
 
 SCHEME = "torchrpc://"
 _INTERFACE = "TP_SOCKET_IFNAME"
 _ID = re.compile(r"[0-9a-f]{1,64}")
+Remote: TypeAlias = "tuple[str, int]"
 _SHM = re.compile(r"[0-9A-Za-z_.:/-]{1,200}")
 
 
@@ -31,6 +33,12 @@ def split(address: str) -> tuple[str, int, str]:
     ):
         raise ValueError(f"{address!r} is not of the form torchrpc://host:port")
     return parts[0].strip("[]"), parts[1], id
+
+
+def remote_of(url: str) -> Remote | None:
+    """Host and port of an agent's URL; None: it has none."""
+    found = addresses.split_host_port(url.partition("://")[2])
+    return None if found is None else (found[0].strip("[]"), found[1])
 
 
 def check_url(url: str, transports: Sequence[str]) -> None:

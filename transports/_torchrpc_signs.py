@@ -7,15 +7,13 @@ that grows, the sender says so over the socket beside the connection.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-from mq import addresses
-from mq.stream.sockets import acked_bytes, copy_of
+from mq.stream.sockets import acked_bytes, connected
+from transports._torchrpc_net import Remote, remote_of
 
 if TYPE_CHECKING:
     from transports._torchrpc_conns import RpcConn
@@ -28,8 +26,6 @@ SIGN: Final[dict[str, Any]] = {"moving": True}
 LEAST_BYTES: Final = 1000
 """Of a call that may take long on a wire; less, as what tells of no more than life,
 may go without an answer as long as both ends are idle."""
-Remote: TypeAlias = "tuple[str, int]"
-_DESCRIPTORS: Final = "/proc/self/fd"
 
 
 class Signs:
@@ -68,8 +64,8 @@ class Signs:
         Args:
             acked: As from `acked_by_remote`.
         """
-        host, port = addresses.split_host_port(self.url.partition("://")[2]) or ("", 0)
-        before, self._acked = self._acked, acked.get((host.strip("[]"), port), 0)
+        remote = remote_of(self.url)
+        before, self._acked = self._acked, 0 if remote is None else acked.get(remote, 0)
         return self._acked > before
 
 
@@ -81,18 +77,8 @@ def moving(conns: Iterable[RpcConn]) -> list[RpcConn]:
 
 
 def acked_by_remote() -> dict[Remote, int]:
-    """How much of what this process has sent to an address the kernel there has.
-
-    Empty where that cannot be known, as without a free descriptor to look with.
-    """
+    """How much of what this process has sent to an address the kernel there has."""
     found: dict[Remote, int] = defaultdict(int)
-    try:
-        names = os.listdir(_DESCRIPTORS)
-    except OSError:
-        return found
-    for name in names:
-        with contextlib.suppress(OSError, ValueError):  # it leads to no host
-            with copy_of(int(name)) as sock:
-                host, port = sock.getpeername()[:2]
-            found[host, port] += acked_bytes(int(name)) or 0
+    for sock in connected():
+        found[sock.peer] += acked_bytes(sock.fd) or 0
     return found

@@ -53,6 +53,7 @@ class Sockets:
         self._controls: dict[int, Control] = {}
         self._names = Names()
         self._tried: dict[int, tuple[str, str]] = {}  # a host, and which address of it
+        self._met: dict[int, tuple[str, str]] = {}  # the same, where one has greeted
 
     def listen(self, host: str, port: int) -> int:
         """Listen on an address; its port.
@@ -96,7 +97,8 @@ class Sockets:
 
     def know(self, sock: Control, conn: RpcConn) -> None:
         """A stranger has greeted, and is the peer of this connection."""
-        self._tried.pop(sock.fd, None)
+        if tried := self._tried.pop(sock.fd, None):
+            self._met[sock.fd] = tried
         self.strangers.pop(sock.fd, None)
         self.conns[sock.fd] = conn
 
@@ -186,7 +188,10 @@ class Sockets:
             self.strangers.pop(sock.fd, None)
             self.conns.pop(sock.fd, None)
             self.epoll.unregister(sock.fd)
-            if tried := self._tried.pop(sock.fd, None):
+            self._met.pop(sock.fd, None)
+            tried = self._tried.pop(sock.fd, None)
+            # Unless another stands there: this dial was begun beside that.
+            if tried is not None and tried not in self._met.values():
                 self._names.failed(*tried)
         sock.close()
 

@@ -307,6 +307,7 @@ class Dialled(ZmqConn):
 
     Attributes:
         endpoint: What the engine dials for its address, without a name.
+        opened: Whether the peer's engine has answered, which was reported.
     """
 
     def __init__(self, port: Port, address: str, name: bytes, endpoint: str) -> None:
@@ -315,7 +316,7 @@ class Dialled(ZmqConn):
         port.report = self._report
         self._name = name
         self._opening = False
-        self._opened = False
+        self.opened = False
         self._refused = False
 
     def saw(self, code: int, fd: int) -> None:
@@ -352,7 +353,7 @@ class Dialled(ZmqConn):
     def _report(self) -> Iterator[Event]:
         port, busy = self.port, self.port.link.busy
         if self._opening:
-            self._opening, self._opened = False, True
+            self._opening, self.opened = False, True
             yield Event(What.OPENED, self)
         for _ in range(BURST):
             if port not in busy:
@@ -374,13 +375,13 @@ class Dialled(ZmqConn):
 
     def _shut(self, linger: float) -> None:
         self.finished = True
-        if not self._opened:
+        if not self.opened:
             self.port.link.unanswered(self)
         self.port.link.dialled.pop(self._name, None)
         self.port.close(linger)
 
     def close(self, linger: float = LINGER_SECONDS) -> None:
         if not self.port.socket.closed:
-            lingers = self._opened and not self.reason
+            lingers = self.opened and not self.reason
             self.reason = self.reason or "closed"
             self._shut(linger if lingers else 0.0)

@@ -210,7 +210,9 @@ class NngLink(Watching[NngConn], Link):
     def forget(self, conn: NngConn) -> None:
         """A connection is over."""
         if conn.news is What.OPENED and isinstance(conn.target, tuple):
-            self._names.failed(addresses.split(conn.address)[0], conn.target[0])
+            # Unless another stands there: this dial was begun beside that.
+            if not any(c.news is None and c.target == conn.target for c in self.conns):
+                self._names.failed(addresses.split(conn.address)[0], conn.target[0])
         self.conns.pop(conn, None)
         self.busy.pop(conn, None)
         self.closing.pop(conn, None)

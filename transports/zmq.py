@@ -265,8 +265,14 @@ class ZmqLink(Link):
         return f"tcp://{addresses.bracketed(at[0])}:{at[1]}"
 
     def unanswered(self, conn: Dialled) -> None:
-        """A dial has ended without a connection: another address of a name is next."""
-        if not conn.address.startswith("ipc"):
+        """A dial has ended without a connection: another address of a name is next.
+
+        Unless another stands there: this dial was begun beside that.
+        """
+        if not conn.address.startswith("ipc") and not any(
+            other.opened and other.endpoint == conn.endpoint
+            for other in self.dialled.values()
+        ):
             number = addresses.split(conn.endpoint)[0].strip("[]")
             self._names.failed(addresses.split(conn.address)[0], number)
 

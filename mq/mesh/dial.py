@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -15,6 +16,11 @@ FIRST_DELAY: Final = 0.02
 """Seconds before the first repetition of a dial that failed; then doubled."""
 ATTEMPT_SECONDS: Final = 2.0
 """Seconds after which an attempt to connect and greet is given up for the next."""
+PACES: Final = 16
+"""Attempts to resume a session within its `peer_timeout`; see `Dial.pace`."""
+LONGEST_PACE: Final = 0.5
+MAX_BESIDE: Final = 64
+"""Connections that have not greeted yet; beyond, no attempt is begun beside another."""
 MAX_GREETERS: Final = 512
 """Accepted connections that have not greeted yet; beyond, the oldest is closed."""
 
@@ -31,6 +37,9 @@ class Dial:
             may be reached again whatever answers at its addresses now.
         probe: Whether the peer is only asked if it is alive; `welcome` is its answer.
         max_delay: Longest pause between attempts in seconds.
+        pace: Seconds after which another attempt is begun beside one that has got no
+            answer yet, as where packets were lost TCP takes 1, 3 and 7 s to begin anew.
+        next_at: When the next attempt is due, by the mesh's clock.
         until: When to give up, by the mesh's clock; None: never.
         error: Why the last attempt failed.
         refusal: Code of a refusal that no repetition will change.
@@ -47,6 +56,7 @@ class Dial:
         returning: bool = False,
         probe: bool = False,
         max_delay: float = 0.5,
+        pace: float = math.inf,
         until: float | None = None,
     ) -> None:
         self.routes = list(routes)
@@ -57,8 +67,9 @@ class Dial:
         self.blind = not incarnation
         self.probe = probe
         self.max_delay = max_delay
+        self.pace = pace
         self.until = until
-        self.conn: Conn | None = None
+        self.conn: Conn | None = None  # of the last attempt
         self.address = routes[0][1] if routes else ""
         self.attempt = 0
         self.next_at = 0.0

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mq.mesh.dial import ATTEMPT_SECONDS, Dial, Greeter
+from mq.descriptors import most_open
+from mq.mesh.dial import (
+    ATTEMPT_SECONDS,
+    LONGEST_PACE,
+    MAX_BESIDE,
+    PACES,
+    Dial,
+    Greeter,
+)
 
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
@@ -49,6 +58,7 @@ class Dialling:
             name=session.name,
             session=session,
             max_delay=0.25,
+            pace=min(LONGEST_PACE, (session.timeout or math.inf) / PACES),
         )
         dial.next_at = session.rests_until
         self.dials.append(dial)
@@ -91,6 +101,7 @@ class Dialling:
             dial.done = True
             return
         link, address = dial.next_route()
+        dial.next_at = now + dial.pace
         try:
             conn = link.dial(address)
         except (OSError, ValueError) as error:
@@ -101,11 +112,11 @@ class Dialling:
         dial.conn = conn
 
     def cancel(self, dial: Dial) -> None:
-        """Stop dialling."""
+        """Stop dialling, by all attempts."""
         dial.done = True
-        if dial.conn is not None:
-            self._close(dial.conn)
-            dial.conn = None
+        dial.conn = None
+        for conn in [c for c, g in self._greeters.items() if g.dial is dial]:
+            self._close(conn)
 
     def cancel_redial(self, session: Session) -> None:
         """The session is gone: what an attempt under way may resume must not begin."""
@@ -133,7 +144,7 @@ class Dialling:
     def next_deadline(self, limit: float) -> float:
         """When a dial is due, if that is before `limit`."""
         for dial in self.dials:
-            if not dial.done and dial.conn is None and dial.next_at < limit:
+            if not dial.done and dial.next_at < limit:
                 limit = dial.next_at
         return limit
 
@@ -142,5 +153,12 @@ class Dialling:
         for dial in list(self.dials):
             if dial.done:
                 self.dials.remove(dial)
-            elif dial.conn is None and now >= dial.next_at:
+            elif now < dial.next_at:
+                continue
+            elif dial.conn is None or self._has_room_beside(dial.conn):
                 self._attempt(dial, now)
+            else:
+                dial.next_at = now + dial.pace
+
+    def _has_room_beside(self, conn: Conn) -> bool:
+        return len(self._greeters) < most_open(MAX_BESIDE, conn.descriptors_taken)

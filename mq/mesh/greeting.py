@@ -61,7 +61,7 @@ class Greetings(Dialling):
             reason = event.reason or "connection lost"
             dial = greeter.dial
             if event.refused and dial is not None and not dial.returning:
-                self._refuse_dial(conn, dial, hs.LINK, reason)
+                self._refuse_dial(dial, hs.LINK, reason)
             else:
                 self._fail(conn, greeter, reason)
         elif event.what is What.READABLE:
@@ -102,7 +102,7 @@ class Greetings(Dialling):
             elif greeter.dial.returning:
                 self._fail(conn, greeter, reason)
             else:
-                self._refuse_dial(conn, greeter.dial, hs.VERSION, reason)
+                self._refuse_dial(greeter.dial, hs.VERSION, reason)
         except Malformed as error:
             self._mesh.stats.malformed += 1
             self._mesh.reader.complain("", conn.address, error)
@@ -165,7 +165,7 @@ class Greetings(Dialling):
         if greeter.dial.returning:
             self._fail(conn, greeter, reason)
         else:
-            self._refuse_dial(conn, greeter.dial, hs.SECRET, reason)
+            self._refuse_dial(greeter.dial, hs.SECRET, reason)
 
     # -- the listener's decision ----------
 
@@ -187,6 +187,7 @@ class Greetings(Dialling):
             if mesh.clock() < old.rests_until:
                 self._close(conn)  # it dials again
                 return
+            old.last_heard = mesh.clock()  # what follows may take a round trip
             greeter.granted = Granted(greeting, old.id, old)
             answer = mesh.config.greeting(old.id, old.received)
         else:
@@ -352,21 +353,20 @@ class Greetings(Dialling):
             code == hs.REPLACED or (code == hs.NAME_TAKEN and dial.returning)
         ):
             mesh.replace(refusal.text[:500])
-            self._refuse_dial(conn, dial, code, reason)
+            self._refuse_dial(dial, code, reason)
         elif not dial.returning and (code == hs.SECRET or (code in FATAL and proven)):
-            self._refuse_dial(conn, dial, code, reason)
+            self._refuse_dial(dial, code, reason)
         elif code in FINAL and proven:
-            self._refuse_dial(conn, dial, "", reason)
+            self._refuse_dial(dial, "", reason)
             if dial.session is not None:
                 mesh.forget(dial.session, refusal.text[:500], proven=True)
         else:
             self._fail(conn, greeter, reason)
 
-    def _refuse_dial(self, conn: Conn, dial: Dial, code: str, reason: str) -> None:
+    def _refuse_dial(self, dial: Dial, code: str, reason: str) -> None:
         dial.refusal = code
         dial.error = reason
-        dial.done = True
-        self._close(conn)
+        self.cancel(dial)
         self._mesh.changed += 1
 
     # -- time ----------

@@ -10,12 +10,15 @@ import stat
 import struct
 import sys
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from mq import addresses
 
+_STATE_AND_RETRANSMITS: Final = struct.Struct("=BxB")
+"""What `struct tcp_info` begins with: also how often the same was repeated."""
+_ESTABLISHED: Final = 1
 _LAST_DATA_RECV: Final = 52
-"""Where `struct tcp_info` has the milliseconds since data was received."""
+"""Where it has the milliseconds since data was received."""
 _LAST_AND_RECEIVED: Final = struct.Struct("=I72xQ")
 """From there up to the bytes received in all."""
 _BYTES_ACKED: Final = 120
@@ -119,6 +122,46 @@ def acked_bytes(fd: int) -> int | None:
     """
     told = _tcp_info(fd, _BYTES_ACKED, _BYTES)
     return None if told is None else told[0]
+
+
+def repeats(fd: int, known: int) -> int:
+    """How often TCP has repeated in vain what it sent; 0 where that is not known.
+
+    Nor after `shut`.
+
+    Args:
+        known: As for `received_bytes`.
+    """
+    state, retransmits = _tcp_info(fd, 0, _STATE_AND_RETRANSMITS, known) or (0, 0)
+    return retransmits if state == _ESTABLISHED else 0
+
+
+class Connected(NamedTuple):
+    """A descriptor of this process that is a connected socket with host and port."""
+
+    fd: int
+    inode: int
+    peer: tuple[str, int]
+    own: tuple[str, int]
+
+
+def connected() -> Iterator[Connected]:
+    """All of them, engines' too; none where that is not known.
+
+    As where it is not Linux, or no descriptor is free to look with.
+    """
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return
+    for name in names:
+        with contextlib.suppress(OSError):  # it is closed, no socket, or not connected
+            with copy_of(int(name)) as sock:
+                if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                peer, own = (at[:2] for at in (sock.getpeername(), sock.getsockname()))
+                found = Connected(int(name), inode(sock.fileno()), peer, own)
+            yield found
 
 
 def _tcp_info(

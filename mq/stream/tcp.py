@@ -63,7 +63,9 @@ class TcpStreamLink(StreamLink):
 
     def forget(self, conn: StreamConn) -> None:
         if conn.news is What.OPENED and conn.target and conn in self.conns:
-            self._names.failed(addresses.split(conn.address)[0], conn.target[0])
+            # Unless another stands there: this dial was begun beside that.
+            if not any(c.news is None and c.target == conn.target for c in self.conns):
+                self._names.failed(addresses.split(conn.address)[0], conn.target[0])
         super().forget(conn)
 
     def name_peer(self, peer: Any) -> str:

@@ -1,0 +1,130 @@
+"""Outages in which all that is sent vanishes, and nobody is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from scripted import Parcel, ScriptedConn
+from world import World
+
+from mq.mesh import wire
+
+TIMEOUT = 4.0
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Two members, each of which listens to the other."""
+    world = World("a", "b", peer_timeout=TIMEOUT)
+    for name in "ab":
+        world[name].subscribe("t")
+    world.settle()
+    yield world
+    world.close()
+
+
+def begin(world: World) -> None:
+    """What was sent and not received yet is lost, too, and so is every dial."""
+    for conn in world.net.between(world["a"].link, world["b"].link):
+        world.net.cut(conn, lose=(1000, 1000), hold=(True, True))
+    world.net.on_dial = lambda source, target: "hang"
+
+
+def end(world: World) -> None:
+    """Dials get through again; those begun before do not, as TCP waits too long."""
+    world.net.on_dial = lambda source, target: "open"
+
+
+def expect_resumed(world: World, *published: bytes) -> None:
+    """Nobody was forgotten, and each has got all that the other published."""
+    for name in "ab":
+        assert world[name].payloads() == list(published)
+        stats = world[name].mesh.stats
+        assert (stats.forgotten, stats.malformed) == (0, 0)
+        (session,) = world[name].mesh.sessions.values()
+        assert session.stats.connections == 2
+        assert not world[name].mesh.greetings.dials
+        assert len(world[name].link.conns) == 1
+
+
+@pytest.mark.parametrize("share", [0.65, 0.7, 0.75, 0.8, 0.85])
+def test_an_outage_shorter_than_peer_timeout_loses_nothing(
+    world: World, share: float
+) -> None:
+    """An attempt to connect that began in it does not keep the next one waiting."""
+    begin(world)
+    for name in "ab":
+        assert world[name].publish("t", b"1")
+    world.advance(share * TIMEOUT)
+    for name in "ab":
+        assert world[name].publish("t", b"2")
+    end(world)
+    world.advance(2.5)
+    expect_resumed(world, b"1", b"2")
+
+
+def test_attempts_side_by_side_resume_a_session_once(world: World) -> None:
+    """The first that is answered does, wherever the others are; none is left over."""
+    world.stall("a")
+    world.cut("a", "b")
+    world.advance(0.45 * TIMEOUT)
+    dialled = world["b"].link.conns
+    assert len(dialled) > 2
+    world.unstall("a")
+    for name in "ab":
+        assert world[name].publish("t", b"1")
+    world.settle()
+    expect_resumed(world, b"1")
+
+
+def test_attempts_side_by_side_end_with_the_session(world: World) -> None:
+    """A peer that never answers leaves no connection behind."""
+    world.stall("a")
+    world.cut("a", "b")
+    world.advance(0.45 * TIMEOUT)
+    session = world["b"].session(world["a"])
+    world["b"].mesh.forget(session, "given up", proven=True)
+    assert not world["b"].link.conns
+    world.advance(1.0)
+    assert not world["b"].mesh.greetings.dials
+
+
+def test_who_greets_again_is_not_silent(world: World) -> None:
+    """A session is not given up between the greeting and what follows it."""
+    a, b = world["a"], world["b"]
+    begin(world)
+    session = a.session(b)
+    world.advance(0.7 * TIMEOUT)
+    # The one was heard longer ago than the other, as outages begin at any time.
+    session.last_heard = world.clock() - 0.9 * TIMEOUT
+
+    def part(conn: ScriptedConn, parcel: Parcel) -> None:
+        if conn.link is a.link and parcel[0][0] == wire.GREETING:
+            world.partition("a", "b")
+
+    world.net.watcher = part
+    end(world)
+    world.advance(0.2 * TIMEOUT)
+    assert world.net.separated
+    world.net.watcher = lambda conn, parcel: None
+    world.heal()
+    assert a.publish("t", b"1")
+    assert b.publish("t", b"1")
+    world.settle()
+    expect_resumed(world, b"1")
+
+
+def test_attempts_side_by_side_are_few_where_many_have_not_greeted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would take the descriptors that others need; one there always is."""
+    monkeypatch.setattr("mq.mesh.dialling.MAX_BESIDE", 2)
+    world.stall("a")
+    world.cut("a", "b")
+    for _ in range(3):
+        world.advance(0.15 * TIMEOUT)
+        assert 1 <= len(world["b"].link.conns) <= 2
+    world.unstall("a")
+    world.settle()
+    expect_resumed(world)
