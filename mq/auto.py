@@ -98,6 +98,10 @@ class AutoLink(Link):
     def poll(self) -> Iterator[Event]:
         return chain.from_iterable(link.poll() for link in self._links)
 
+    def trim(self, idle_seconds: float) -> None:
+        for link in self._links:
+            link.trim(idle_seconds)
+
     def is_routable(self, address: str) -> bool:
         return any(link.is_routable(address) for link in self._links)
 

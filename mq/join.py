@@ -74,8 +74,7 @@ class Joined:
     def upkeep(self) -> None:
         """Renew the lease, sweep the dead, greet who is new; never waits long."""
         self.pool.trim(IDLE_MEMORY_SECONDS)
-        if self.link.lender is not None:
-            self.link.lender.trim(IDLE_MEMORY_SECONDS)
+        self.link.trim(IDLE_MEMORY_SECONDS)
         meeting, record, mesh = self.meeting, self.record, self.driver.mesh
         if meeting is None or record is None:
             mesh.forgotten.clear()

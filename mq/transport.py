@@ -366,6 +366,14 @@ class Link(ABC):
         """
         return {}
 
+    def trim(self, idle_seconds: float) -> None:
+        """Give back memory for messages that nobody has used for so long.
+
+        Called now and then by a thread that holds no lock and may wait a little.
+        """
+        if self.lender is not None:
+            self.lender.trim(idle_seconds)
+
     @abstractmethod
     def is_routable(self, address: str) -> bool:
         """Whether other hosts could reach a listener on this address."""

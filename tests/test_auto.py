@@ -159,6 +159,15 @@ def test_each_link_learns_what_the_queue_tells_its_own(
     assert told == ["greeted"] * len(link._links)
 
 
+def test_each_link_gives_back_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wire's engine may keep memory, too."""
+    asked: list[object] = []
+    monkeypatch.setattr("mq.transport.Link.trim", lambda *args: asked.append(args))
+    link = AutoLink()
+    link.trim(3.0)
+    assert asked == [(inner, 3.0) for inner in link._links]
+
+
 def test_each_link_listens_on_the_addresses_that_are_its_own(tmp_path: Path) -> None:
     """`listen=` may have both kinds."""
     poller, link = Poller(), AutoLink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 from typing import Any
 
@@ -13,17 +14,21 @@ import torch
 from link_world import World
 from torchrpc_links import rpc_conn
 
+import mq
 from mq.transport import Conn, What
 from transports import _torchrpc_calls as calls
 from transports._torchrpc_arrivals import KEPT_BYTES, Arrivals
 from transports._torchrpc_conns import CALLS
+from transports._torchrpc_native import Heap
 from transports.torchrpc import TorchRpcLink
 
 MOST = 100
 
 
 class Agent:
-    alive = True
+    def __init__(self) -> None:
+        self.alive = True
+        self.heap = Heap()
 
 
 def arrivals() -> Any:
@@ -385,3 +390,36 @@ def test_an_answer_that_is_interrupted_breaks_its_connection(
         assert world.members[0].received[dialled][1:] in ([], possible)
         world.until(lambda: not rpc_conn(dialled).unanswered, "the answer")
         assert len(world.members[1].conns(What.LOST)) == 1
+
+
+# -- memory ----------
+
+
+def test_what_glibc_keeps_of_tensors_is_given_back_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where many came since, and not soon again."""
+    side = arrivals()
+    heap, given = side._agent.heap, []
+    monkeypatch.setattr(heap, "_trim", given.append)
+    side.take(batch(0, b"a"), 1000, keep=False)
+    heap.trim(0.0)
+    side.take(batch(1, b"b"), 1 << 30, keep=False)
+    heap.trim(3600.0)
+    assert not given
+    heap.trim(0.0)
+    heap.trim(0.0)
+    assert given == [0]
+
+
+def test_the_upkeep_of_a_queue_gives_back_what_glibc_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every half a minute at most."""
+    monkeypatch.setattr("mq.join.IDLE_MEMORY_SECONDS", 0.0)
+    with mq.connect("torchrpc", group="heap", name="one") as queue:
+        heap, given = queue._joined.link.agent.heap, threading.Event()
+        monkeypatch.setattr(heap, "_trim", lambda kept: given.set())
+        heap.received = 1 << 30
+        queue._driver.upkeep_soon()
+        assert given.wait(60.0)

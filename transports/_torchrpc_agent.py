@@ -196,6 +196,7 @@ class Agent:
         self.users = 0
         size = pipe_size(options.transports, options.channels)
         self.descriptors = Descriptors(size)
+        self.heap = native.Heap()
         self._peers: dict[tuple[str, Pairs], Peer] = {}
         self._aliases = Aliases(options.maps)
         self._devices: list[torch.device] = []

@@ -79,6 +79,7 @@ class Arrivals:
             if self._closed:
                 return calls.done(False)
             self._backlog += nbytes
+            self._agent.heap.received += nbytes
             before, self._kept = self._kept, None
             if self._backlog > self._most:
                 answer = calls.Future[Any]()

@@ -11,6 +11,7 @@ order; they are numbered and put in order in the mesh's thread (`_torchrpc_arriv
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -53,7 +54,7 @@ class RpcConn(Conn):
     def __init__(self, link: TorchRpcLink, address: str, control: Control) -> None:
         self.address = address
         self.control = control
-        self.token = link.new_token()
+        self.token = secrets.token_bytes(16)  # what the peer must say
         self.reason = ""
         self.closed = self.refused = False
         self.promise: Promise | None = None

@@ -178,10 +178,6 @@ class TorchRpcLink(Link):
         host = addresses.reachable_host(addresses.bracketed(host))
         return f"{net.SCHEME}{host}:{port}/{self._id}"
 
-    def new_token(self) -> bytes:
-        """What the peer of a new connection must say."""
-        return secrets.token_bytes(16)
-
     def _greeting(self, conn: RpcConn, link: str = "") -> Greeting:
         agent = self.agent
         return Greeting(
@@ -367,6 +363,9 @@ class TorchRpcLink(Link):
 
     def is_routable(self, address: str) -> bool:
         return not addresses.is_loopback(net.split(address)[0])
+
+    def trim(self, idle_seconds: float) -> None:
+        self.agent.heap.trim(idle_seconds)
 
     # -- end ----------
 
