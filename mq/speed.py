@@ -64,7 +64,7 @@ def _decode_run(*run: Any) -> list[Message]:
 
 
 def _may_be_mine(lock: threading.Lock) -> bool:
-    frame = sys._getframe(1) if lock.locked() else None
+    frame = sys._getframe(1).f_back if lock.locked() else None  # who asks is no call
     while frame is not None:
         # Where there is none of these, this thread is in none of the queue's calls.
         if frame.f_globals.get("__name__", "").startswith("mq.mesh."):

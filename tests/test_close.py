@@ -144,3 +144,32 @@ def test_a_handler_may_close_in_the_middle_of_the_queues_work(
     """One of its log, or of a signal; it is closed when that work has ended."""
     monkeypatch.setenv("MQ_COMPILED", compiled)
     assert output_of(IN_THE_MIDDLE, timeout=60.0) == "closed\n"
+
+
+ELSEWHERE = """
+import threading
+import mq
+
+def hold():
+    with queue._driver.lock:
+        held.set()
+        end.wait(60.0)
+
+held, end = threading.Event(), threading.Event()
+with mq.connect("inproc", group="elsewhere", name="one") as queue:
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    print(queue._driver.is_in_the_middle())
+    end.set()
+    holder.join()
+"""
+
+
+@pytest.mark.parametrize("compiled", ["0", "1"])
+def test_the_work_of_another_thread_is_waited_for(
+    compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only in the middle of its own does `close` leave it to another."""
+    monkeypatch.setenv("MQ_COMPILED", compiled)
+    assert output_of(ELSEWHERE, timeout=60.0) == "False\n"
