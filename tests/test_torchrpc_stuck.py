@@ -16,12 +16,13 @@ from torchrpc_links import rpc_conn
 
 from mq import addresses
 from mq.stream import sockets
+from mq.transport import Conn, What
 from transports import _torchrpc_stuck as stuck
 from transports.torchrpc import TorchRpcLink
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of this")
 
-SO_ATTACH_FILTER = 26
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
 """A filter of one instruction, which lets nothing pass."""
 
@@ -33,21 +34,43 @@ def drop_all(sock: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def connections_to(url: str) -> Iterator[list[socket.socket]]:
+def connections_to(
+    url: str,
+) -> Iterator[tuple[list[socket.socket], list[socket.socket]]]:
     """Copies of the sockets of connections of this process to an address of its own.
 
-    Both ends, those that connected first.
+    Of the ends that connected, and of those that accepted.
     """
     port = (addresses.split_host_port(url.partition("://")[2]) or ("", 0))[1]
     with contextlib.ExitStack() as stack:
-        found = []
+        found: tuple[list[socket.socket], list[socket.socket]] = [], []
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 sock = stack.enter_context(sockets.copy_of(int(name)))
                 ends = [sock.getpeername()[1], sock.getsockname()[1]]
                 if port in ends:
-                    found.append((ends.index(port), sock))
-        yield [sock for _, sock in sorted(found, key=lambda pair: pair[0])]
+                    found[ends.index(port)].append(sock)
+        yield found
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether this end was shut down, or has been told of the other's end."""
+    try:
+        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+
+
+def carries(world: World, conn: Conn, accepted: Conn) -> bool:
+    """Whether a message arrives; or else the connection ends."""
+    received = world.members[1].received.setdefault(accepted, [])
+    ours = world.members[0]
+    world.send(conn, b"again")
+    world.until(
+        lambda: bool(received) or conn in ours.conns(What.LOST),
+        "the message, or the end of the connection",
+    )
+    return bool(received)
 
 
 def repeats(sock: socket.socket) -> int:
@@ -95,10 +118,12 @@ def test_a_dial_after_an_outage_does_not_wait_for_tcp(end: str) -> None:
         first, accepted = world.connect()
         world.send(first, b"first")
         world.arrive(world.members[1].received.setdefault(accepted, []), 1)
+        # Now TensorPipe has all its connections for both ways, at both ends.
+        world.send(accepted, b"answer")
+        world.arrive(world.members[0].received.setdefault(first, []), 1)
         agent = rpc_conn(first)._agent
-        with connections_to(agent.url) as found:
-            half = len(found) // 2
-            lost, waiting = found[half:], found[:half]
+        with connections_to(agent.url) as (waiting, lost):
+            assert len(waiting) == len(lost)
             if end == "answers":
                 lost, waiting = waiting, lost
             for sock in lost:
@@ -110,9 +135,14 @@ def test_a_dial_after_an_outage_does_not_wait_for_tcp(end: str) -> None:
             world.until(
                 lambda: max(map(repeats, waiting)) >= stuck.REPEATS, "repetitions"
             )
-        first.close()
-        again, accepted = world.connect()
-        world.send(again, b"again")
-        world.arrive(world.members[1].received.setdefault(accepted, []), 1)
+            late = [sock for sock in waiting if repeats(sock) >= stuck.REPEATS]
+            first.close()
+            again, accepted = world.connect()
+            assert all(map(ended, late))
+            for sock in lost:
+                sock.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+        # The other end may learn only now that its connection was ended.
+        while not carries(world, again, accepted):
+            again, accepted = world.connect()
         world.send(accepted, b"answer")
         world.arrive(world.members[0].received.setdefault(again, []), 1)
