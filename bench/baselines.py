@@ -17,6 +17,7 @@ EVERYTHING = frozenset(
 )
 _TO_ONE = frozenset({"latency", "stream"})
 _RATE = frozenset({"rate"})
+_WHOLE = frozenset({"latency", "fanout"})
 
 BUS = "raw:nng-bus"
 """What DI-engine's queue does with NNG, over unix sockets as by its default."""
@@ -67,6 +68,11 @@ BASELINES = {
     **{f"raw:zmq:{wire}": Baseline(_ZMQ) for wire in ("ipc", "tcp")},
     **{
         f"raw:zmq:{wire}:pubsub": Baseline(_ZMQ, _RATE, lossy=True, quick=100)
+        for wire in ("ipc", "tcp")
+    },
+    # Larger ones say nothing new.
+    **{
+        f"raw:zmq:{wire}:copy": Baseline(_ZMQ, _WHOLE, quick=10_000_000)
         for wire in ("ipc", "tcp")
     },
     "raw:zmq:tcp:curve": Baseline(_ZMQ, _TO_ONE | _RATE, quick=100_000_000),
@@ -160,6 +166,8 @@ def beside(transport: str, workload: str) -> list[str]:
         found += [name for name in variants if name in BASELINES]
     if transport in ("nng", "nng:ipc"):
         found.append(BUS)
+    if transport.startswith("zmq"):
+        found.append(f"{raw_of(transport)[0]}:copy")
     found.append(limit_of(transport))
     return [name for name in found if workload in BASELINES[name].workloads]
 

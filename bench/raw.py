@@ -7,6 +7,8 @@ spoke are joined by a PUSH/PULL pair for each direction; a hub publishes to seve
 spokes, or to one on ``...:pubsub``, by PUB/SUB, and they answer by PUSH/PULL. The
 high-water marks are the default of 1000 messages, but 4 for PUSH/PULL of messages of a
 megabyte or more, which would fill the memory. ``...:curve`` encrypts by CURVE.
+``...:copy`` has pyzmq copy what it sends, its default: the caller may change a payload
+once it is sent, as with ours; by ``copy=False`` not until the peer has it.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ class RawZmqWire(Wire):
         _, _, scheme, *pattern = peer.cell.transport.split(":")
         fan = peer.spokes > 1 or pattern == ["pubsub"]
         self._curve = pattern == ["curve"]
+        self._copy = pattern == ["copy"]
         self._hub = peer.rank == 0
         self._one_frame = peer.cell.workload == "rate"
         self._context = zmq.Context()
@@ -146,7 +149,7 @@ class RawZmqWire(Wire):
             if len(parts) == 1:
                 self._sender.send(parts[0])
             else:
-                self._sender.send_multipart(parts, copy=False)
+                self._sender.send_multipart(parts, copy=self._copy)
         except zmq.Again as error:
             raise TimeoutError("raw zmq: the peer took no message in time") from error
 

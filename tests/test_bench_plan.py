@@ -23,7 +23,7 @@ def test_transports_of_a_round_are_measured_side_by_side() -> None:
     """Ours, raw and the limit alternate, so that a drift of the machine hits all."""
     found = list(plan.cells(["zmq:ipc"], ["latency"], [64], 2, 1.0, False))
     names = [(cell.transport, cell.round) for cell in found]
-    once = ["zmq:ipc", "raw:zmq:ipc", "limit:unix"]
+    once = ["zmq:ipc", "raw:zmq:ipc", "raw:zmq:ipc:copy", "limit:unix"]
     assert names == [(one, 0) for one in once] + [(one, 1) for one in once[::-1]]
 
 
