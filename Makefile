@@ -4,6 +4,7 @@
 #               fails with MQ_NEED=browser,root (see tests/needs.py)
 # make check    format, lint, types
 # make stress   the conformance suite ten times in a row beside a busy core
+# make oldest   what meets other libraries, over the oldest of them that setup.cfg allows
 # make ding     DI-engine's workers over mq, with DI-engine installed beside the environment
 
 PYTHON ?= python3
@@ -11,8 +12,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 DING := $(CURDIR)/$(VENV)/ding
+OLDEST := $(CURDIR)/$(VENV)/oldest
 
-.PHONY: bench bench-full test check stress clean ding
+.PHONY: bench bench-full test check stress clean ding oldest
 
 bench: $(READY)
 	$(BIN)/mq bench --quick
@@ -30,6 +32,18 @@ check: $(READY)
 
 stress: $(READY)
 	$(BIN)/python tests/stress.py
+
+oldest: $(OLDEST)/ready
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -p no:cacheprovider \
+		tests/test_oldest.py tests/test_codec.py tests/test_hostile_payloads.py \
+		tests/test_speed.py tests/test_devices.py tests/test_handshake.py \
+		tests/test_links.py tests/test_zmq_link.py tests/test_nng_link.py
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -p no:cacheprovider \
+		tests/test_conformance.py -k "zmq:tcp or nng:ipc or shm-"
+
+$(OLDEST)/ready: $(READY) tests/oldest.txt
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) --requirement tests/oldest.txt
+	touch $@
 
 ding: $(DING)/ready
 	PYTHONPATH=$(DING) $(BIN)/python -m pytest -p no:cacheprovider tests/test_apps_ding.py

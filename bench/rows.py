@@ -223,7 +223,10 @@ def read(path: Path) -> tuple[dict[str, str], list[Result]]:
         for number, line in enumerate(lines, 1):
             try:
                 row = _parse(line)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (
+                *(ValueError, TypeError, KeyError, AttributeError),
+                msgspec.MsgspecError,  # a ValueError only since msgspec 0.21
+            ) as error:
                 raise ValueError(
                     f"{path}, line {number}: not a row of `mq bench`: {error}"
                 ) from error

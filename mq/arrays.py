@@ -80,7 +80,7 @@ def with_sound_bools(array: AnyArray) -> AnyArray:
         if not array.flags.writeable:
             array = array.copy()
         for part in _bools(array):
-            np.minimum(part, 1, out=part)
+            np.minimum(part, np.uint8(1), out=part)  # NumPy 1 takes 1 for an int64
     return array
 
 

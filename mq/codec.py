@@ -6,7 +6,6 @@ The format is specified in ``docs/wire.md``, section *Payload*.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +16,7 @@ from mq.frames import Frames, Spread
 from mq.plain import decode_plain, is_plain
 from mq.safe_types import add_safe_types
 from mq.speed import encode_plain
-from mq.unpacking import Unpacker
+from mq.unpacking import MALFORMED, Unpacker
 
 if TYPE_CHECKING:
     from mq.devices import Landing
@@ -187,7 +186,7 @@ class Codec:
             return self._decode(area, device, read_only)
         except CodecError:
             raise
-        except (ArithmeticError, TypeError, ValueError, struct.error) as error:
+        except MALFORMED as error:
             raise CodecError(f"a message is malformed: {error!s:.500}") from error
         except RecursionError as error:
             raise CodecError(

@@ -17,7 +17,7 @@ from mq import extensions as ext
 from mq import frames, packing
 from mq.errors import CodecError
 from mq.message import Message
-from mq.unpacking import check_depth
+from mq.unpacking import MALFORMED, check_depth
 
 MOST_LEVELS: Final = 16
 """Of lists and dicts in one another; `mq.packing` takes deeper ones."""
@@ -132,7 +132,7 @@ def decode_several(areas: Sequence[memoryview]) -> list[Any]:
     if len(areas) > 1 and is_plain(areas[0]):
         try:
             together = _decode_together(areas)
-        except (CodecError, RecursionError, ValueError):
+        except (RecursionError, *MALFORMED):
             together = None  # one of them is to blame
         if together is not None:
             return together
@@ -141,7 +141,7 @@ def decode_several(areas: Sequence[memoryview]) -> list[Any]:
             if not is_plain(area):
                 break
             decoded.append(decode_plain(area))
-    except (CodecError, RecursionError, ValueError):
+    except (RecursionError, *MALFORMED):
         pass
     return decoded
 

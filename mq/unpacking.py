@@ -16,6 +16,16 @@ from mq import safe_types
 from mq.errors import CodecError, UntrustedPayload
 from mq.frames import align_area
 
+MALFORMED: Final = (
+    *(ArithmeticError, TypeError, ValueError, struct.error),
+    msgspec.MsgspecError,
+)
+"""What reading bytes of anybody's may raise.
+
+Before msgspec 0.21 its errors were no ValueErrors, and before 0.22 a map as the key of
+a map was a TypeError.
+"""
+
 _decode = msgspec.msgpack.decode
 _CONTAINERS: Final = frozenset({list, dict, tuple, set, frozenset, OrderedDict})
 

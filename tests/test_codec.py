@@ -22,6 +22,7 @@ from hypothesis.extra import numpy as npst
 from make_golden import FOLDER, NAN, PAYLOADS
 from payload_checks import CODEC, area_of, same, travel
 
+from mq import plain, unpacking
 from mq.errors import CodecError
 from mq.frames import PLAIN, Frames
 from mq.plain import decode_several
@@ -397,3 +398,21 @@ def test_a_dtype_that_receivers_refuse_is_not_sent(scalar: bool) -> None:
     array = np.zeros((), deeper)[()] if scalar else np.zeros(2, deeper)
     with pytest.raises(CodecError, match=r"receivers refuse.* one by one"):
         CODEC.encode(array)
+
+
+@pytest.mark.parametrize("error", [msgspec.MsgspecError, TypeError])
+def test_an_error_of_msgspec_is_a_codec_error_whatever_it_derives_from(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.21 its errors were no ValueErrors; 0.21 has TypeErrors of odd keys."""
+
+    def refuse(*args: object, **kwargs: object) -> object:
+        raise error("the data is malformed")
+
+    monkeypatch.setattr(unpacking, "_decode", refuse)
+    monkeypatch.setattr(plain, "_decode", refuse)
+    areas = [area_of(CODEC.encode(payload)) for payload in ({"step": 1}, (1, 2))]
+    assert decode_several(areas[:1] * 2) == []
+    for area in areas:
+        with pytest.raises(CodecError, match="the data is malformed"):
+            CODEC.decode(area)
