@@ -146,6 +146,33 @@ def test_a_handler_may_close_in_the_middle_of_the_queues_work(
     assert output_of(IN_THE_MIDDLE, timeout=60.0) == "closed\n"
 
 
+AS_IT_LOOKS = """
+import mq
+
+class Sessions(dict):
+    def values(self):
+        if not queue._driver.closing:
+            queue.close()  # as a signal's handler does that comes just now
+        return super().values()
+
+for call in ("members", "stats", "describe"):
+    with mq.connect("inproc", group="looks", name="one") as queue:
+        queue._mesh.sessions = Sessions()
+        getattr(queue, call)()
+        assert queue._freed.wait(60.0)
+print("closed")
+"""
+
+
+@pytest.mark.parametrize("compiled", ["0", "1"])
+def test_a_handler_may_close_while_a_call_looks_what_is_there(
+    compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is done under the lock, too."""
+    monkeypatch.setenv("MQ_COMPILED", compiled)
+    assert output_of(AS_IT_LOOKS, timeout=60.0) == "closed\n"
+
+
 ELSEWHERE = """
 import threading
 import mq
