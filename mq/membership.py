@@ -243,8 +243,8 @@ class Membership:
     def _free(self, to_send: float) -> None:
         self._closed = True
         self._driver.discard_inbox()
-        exits.unregister(self)
         self._joined.close(to_send)
+        exits.unregister(self)  # last: exit waits for what another thread closes
         self._freed.set()
 
     def types_changed(self) -> None:

@@ -173,6 +173,32 @@ def test_a_handler_may_close_while_a_call_looks_what_is_there(
     assert output_of(AS_IT_LOOKS, timeout=60.0) == "closed\n"
 
 
+AT_EXIT = """
+import atexit
+import mq
+from mq.testing.waiting import wait_until
+
+queue = mq.connect("inproc", group="exit", name="one")
+free = queue._joined.close
+
+def close(linger):
+    wait_until(lambda: ended, "exit")
+    free(linger)
+    print("closed", flush=True)
+
+ended = []
+queue._joined.close = close
+queue._driver.run(queue.close)
+wait_until(lambda: queue._closed, "the other thread")
+atexit.register(ended.append, True)
+"""
+
+
+def test_exit_waits_for_the_thread_that_closes() -> None:
+    """Else files and what engines have to send would be left to themselves."""
+    assert output_of(AT_EXIT, timeout=60.0) == "closed\n"
+
+
 ELSEWHERE = """
 import threading
 import mq
