@@ -120,6 +120,21 @@ def test_an_address_that_never_answers_is_left(world: World) -> None:
     expect_resumed(world)
 
 
+def test_the_address_that_was_answered_is_remembered(world: World) -> None:
+    """Not that of another attempt: after the next outage it is dialled first."""
+    dialled = second_address(world)
+    a, b = world["a"], world["b"]
+    a.mesh.config.dial_back = False
+    world.stall("a")
+    world.cut("a", "b")
+    world.advance(0.55 * TIMEOUT)
+    assert dialled[-1] == SECOND
+    a.mesh.forget(a.session(b), "a new session must begin")
+    world.unstall("a")
+    world.settle()
+    assert b.session(a).dialled == b.session(a).wire == a.link.address
+
+
 def test_attempts_side_by_side_end_with_the_session(world: World) -> None:
     """A peer that never answers leaves no connection behind."""
     world.stall("a")

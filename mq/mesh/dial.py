@@ -126,6 +126,7 @@ class Greeter:
 
     Attributes:
         dial: The dial that opened it; None where the peer dialled.
+        address: What that dialled.
         deadline: When it is closed if it has not finished, by the mesh's clock.
         greeted: Whether the first of the peer's two frames has come.
         refused: Whether the peer is only to read what it was told, and to close.
@@ -136,6 +137,7 @@ class Greeter:
     def __init__(self, secret: bytes, dial: Dial | None, deadline: float) -> None:
         self.handshake = Handshake(secret, dialler=dial is not None)
         self.dial = dial
+        self.address = "" if dial is None else dial.address
         self.deadline = deadline
         self.greeted = False
         self.refused = False
