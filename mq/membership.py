@@ -214,14 +214,16 @@ class Membership:
             return
         deadline = time.monotonic() + seconds("linger", linger)
         driver.end_calls()
+        me = threading.get_ident()
+        if self._close_lock.locked() and self._closer == me:
+            return  # this is a signal's handler, in the middle of doing so
         if driver.is_in_the_middle():
             threading.Thread(target=self.close, args=(linger,), daemon=True).start()
             return
-        me = threading.get_ident()
-        while self._close_lock.locked() and not self._freed.wait(LOOK_SECONDS):
+        while self._close_lock.locked():
             # Another thread closes it; not every signal would end a wait for the lock.
-            if self._closer == me:
-                return  # this is a signal's handler, in the middle of doing so
+            if self._freed.wait(LOOK_SECONDS):
+                break
         with self._close_lock:
             self._closer = me
             if self._closed:

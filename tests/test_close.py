@@ -173,6 +173,38 @@ def test_a_handler_may_close_while_a_call_looks_what_is_there(
     assert output_of(AS_IT_LOOKS, timeout=60.0) == "closed\n"
 
 
+AGAIN = """
+import threading
+import mq
+
+def start(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def poll(**options):
+    if threading.get_ident() == queue._closer and threading.Thread.start is real:
+        threading.Thread.start = start
+        queue.close()  # as a signal's handler does that comes just now
+        queue._driver._poll, threading.Thread.start = work, real
+        print("again")
+    return work(**options)
+
+real = threading.Thread.start
+queue = mq.connect("inproc", group="again", name="one")
+work, queue._driver._poll = queue._driver._poll, poll
+queue.close()
+print("closed" * queue._freed.is_set())
+"""
+
+
+@pytest.mark.parametrize("compiled", ["0", "1"])
+def test_a_handler_in_the_middle_of_close_needs_no_thread(
+    compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At exit there is none to be had, from Python 3.12 on."""
+    monkeypatch.setenv("MQ_COMPILED", compiled)
+    assert output_of(AGAIN, timeout=60.0) == "again\nclosed\n"
+
+
 AT_EXIT = """
 import atexit
 import mq
