@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mq.buffers import Pool
     from mq.codec import Codec
     from mq.join import Joined
+    from mq.mesh.handshake import Greeting
 
 logger = Log(__name__)
 
@@ -79,9 +80,12 @@ class Membership:
     def members(self) -> list[Member]:
         """Who is in the group, this member included, by name."""
         self._driver.check()
-        with self._driver.lock:
+
+        def present() -> list[Greeting]:
             peers = [s.peer for s in self._mesh.sessions.values() if s.introduced]
             peers.append(self._mesh.config.greeting())
+            return peers
+
         members = [
             Member(
                 peer.name,
@@ -91,7 +95,7 @@ class Membership:
                 peer.since,
                 peer.incarnation,
             )
-            for peer in peers
+            for peer in self._driver.look(present)
         ]
         return sorted(members, key=lambda member: member.name)
 
@@ -115,8 +119,7 @@ class Membership:
         """Names of the other members subscribed to a topic."""
         check_topic(topic)
         self._driver.check()
-        with self._driver.lock:
-            return self._mesh.publisher.subscribers(topic)
+        return self._driver.look(lambda: self._mesh.publisher.subscribers(topic))
 
     def wait_for_subscribers(
         self, topic: str, n: int = 1, timeout: float | None = None
@@ -147,8 +150,7 @@ class Membership:
         the transport shares none), `inbox` for the number of messages that wait for
         `recv`.
         """
-        with self._driver.lock:
-            counters = stats.of_mesh(self._mesh)
+        counters = self._driver.look(lambda: stats.of_mesh(self._mesh))
         return {**counters, "pool": self._pool.stats()._asdict()}
 
     def describe(self) -> dict[str, Any]:
@@ -156,7 +158,8 @@ class Membership:
         from mq import speed
 
         resolved, joined = self._settings, self._joined
-        with self._driver.lock:
+
+        def read() -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
             peers = {
                 s.name: {
                     "wire": s.wire,
@@ -168,8 +171,10 @@ class Membership:
                 }
                 for s in self._mesh.sessions.values()
             }
-            versions = self._mesh.config.greeting().versions
             engine = {} if self._closed else dict(joined.link.describe())
+            return peers, self._mesh.config.greeting().versions, engine
+
+        peers, versions, engine = self._driver.look(read)
         meeting = joined.meeting
         sources = dict(resolved.sources)
         if not self._mesh.config.secret:  # nor has the rendezvous given one
@@ -209,14 +214,16 @@ class Membership:
             return
         deadline = time.monotonic() + seconds("linger", linger)
         driver.end_calls()
+        me = threading.get_ident()
+        if self._close_lock.locked() and self._closer == me:
+            return  # this is a signal's handler, in the middle of doing so
         if driver.is_in_the_middle():
             threading.Thread(target=self.close, args=(linger,), daemon=True).start()
             return
-        me = threading.get_ident()
-        while self._close_lock.locked() and not self._freed.wait(LOOK_SECONDS):
+        while self._close_lock.locked():
             # Another thread closes it; not every signal would end a wait for the lock.
-            if self._closer == me:
-                return  # this is a signal's handler, in the middle of doing so
+            if self._freed.wait(LOOK_SECONDS):
+                break
         with self._close_lock:
             self._closer = me
             if self._closed:
@@ -238,8 +245,8 @@ class Membership:
     def _free(self, to_send: float) -> None:
         self._closed = True
         self._driver.discard_inbox()
-        exits.unregister(self)
         self._joined.close(to_send)
+        exits.unregister(self)  # last: exit waits for what another thread closes
         self._freed.set()
 
     def types_changed(self) -> None:

@@ -27,6 +27,7 @@ from torchrl.modules.inference_server import InferenceServer
 
 from mq.integrations.torchrl import REQUESTS as REQUEST_TOPIC
 from mq.integrations.torchrl import Answer, InferenceFailed, MqTransport, replies
+from mq.testing.waiting import wait_until
 
 REQUESTS = 20
 
@@ -405,6 +406,40 @@ def test_a_thread_of_an_actor_waits_for_its_own_answer_alone(
                 assert other.is_alive()
         other.join()
         assert slow.done()
+
+
+def test_an_answer_counts_from_when_it_is_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though the server is gone when another thread looks, before it is passed on."""
+    group = "torchrl-received"
+    with (
+        mq.connect("inproc", group=group, name="server") as server,
+        mq.connect("inproc", group=group, name="actor") as queue,
+    ):
+        server.subscribe(REQUEST_TOPIC)
+        transport = MqTransport(queue)
+        answer = transport.submit(request(1))
+        asked = server.recv(timeout=30).payload
+        waits, real = threading.Event(), queue.recv
+
+        def recv(timeout: float | None = None) -> mq.Message:
+            waits.set()
+            return real(60.0 if timeout else 0)
+
+        monkeypatch.setattr(queue, "recv", recv)
+        other = threading.Thread(target=answer.result, args=(60.0,))
+        other.start()
+        assert waits.wait(timeout=30)
+        with transport._changed:  # the other thread has to wait for that
+            result = {"numbers": [asked["number"]], "result": asked["input"]}
+            server.publish(replies("actor"), result)
+            server.close()
+            wait_until(lambda: not transport._receives, "what is received")
+            transport._look_at = 0.0
+            assert answer.done()
+        other.join()
+        assert answer.result(timeout=30)["observation"][0] == 1.0
 
 
 def test_an_actor_started_again_gets_no_answer_of_the_one_before() -> None:

@@ -146,6 +146,91 @@ def test_a_handler_may_close_in_the_middle_of_the_queues_work(
     assert output_of(IN_THE_MIDDLE, timeout=60.0) == "closed\n"
 
 
+AS_IT_LOOKS = """
+import mq
+
+class Sessions(dict):
+    def values(self):
+        if not queue._driver.closing:
+            queue.close()  # as a signal's handler does that comes just now
+        return super().values()
+
+for call in ("members", "stats", "describe"):
+    with mq.connect("inproc", group="looks", name="one") as queue:
+        queue._mesh.sessions = Sessions()
+        getattr(queue, call)()
+        assert queue._freed.wait(60.0)
+print("closed")
+"""
+
+
+@pytest.mark.parametrize("compiled", ["0", "1"])
+def test_a_handler_may_close_while_a_call_looks_what_is_there(
+    compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is done under the lock, too."""
+    monkeypatch.setenv("MQ_COMPILED", compiled)
+    assert output_of(AS_IT_LOOKS, timeout=60.0) == "closed\n"
+
+
+AGAIN = """
+import threading
+import mq
+
+def start(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def poll(**options):
+    if threading.get_ident() == queue._closer and threading.Thread.start is real:
+        threading.Thread.start = start
+        queue.close()  # as a signal's handler does that comes just now
+        queue._driver._poll, threading.Thread.start = work, real
+        print("again")
+    return work(**options)
+
+real = threading.Thread.start
+queue = mq.connect("inproc", group="again", name="one")
+work, queue._driver._poll = queue._driver._poll, poll
+queue.close()
+print("closed" * queue._freed.is_set())
+"""
+
+
+@pytest.mark.parametrize("compiled", ["0", "1"])
+def test_a_handler_in_the_middle_of_close_needs_no_thread(
+    compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At exit there is none to be had, from Python 3.12 on."""
+    monkeypatch.setenv("MQ_COMPILED", compiled)
+    assert output_of(AGAIN, timeout=60.0) == "again\nclosed\n"
+
+
+AT_EXIT = """
+import atexit
+import mq
+from mq.testing.waiting import wait_until
+
+queue = mq.connect("inproc", group="exit", name="one")
+free = queue._joined.close
+
+def close(linger):
+    wait_until(lambda: ended, "exit")
+    free(linger)
+    print("closed", flush=True)
+
+ended = []
+queue._joined.close = close
+queue._driver.run(queue.close)
+wait_until(lambda: queue._closed, "the other thread")
+atexit.register(ended.append, True)
+"""
+
+
+def test_exit_waits_for_the_thread_that_closes() -> None:
+    """Else files and what engines have to send would be left to themselves."""
+    assert output_of(AT_EXIT, timeout=60.0) == "closed\n"
+
+
 ELSEWHERE = """
 import threading
 import mq

@@ -11,6 +11,7 @@ from world import World
 from mq.mesh import wire
 
 TIMEOUT = 4.0
+SECOND = "script://second"
 
 
 @pytest.fixture
@@ -48,6 +49,25 @@ def expect_resumed(world: World, *published: bytes) -> None:
         assert len(world[name].link.conns) == 1
 
 
+def second_address(world: World, manner: str = "open") -> list[str]:
+    """Give a member another address, not as good; what is dialled from then on.
+
+    Args:
+        manner: What becomes of dials to the good one.
+    """
+    a, b = world["a"], world["b"]
+    world.net.links[SECOND] = a.link
+    b.session(a).peer.addresses.append(SECOND)
+    dialled: list[str] = []
+
+    def on_dial(source: str, target: str) -> str:
+        dialled.append(target)
+        return "open" if target == SECOND else manner
+
+    world.net.on_dial = on_dial
+    return dialled
+
+
 @pytest.mark.parametrize("share", [0.65, 0.7, 0.75, 0.8, 0.85])
 def test_an_outage_shorter_than_peer_timeout_loses_nothing(
     world: World, share: float
@@ -76,6 +96,43 @@ def test_attempts_side_by_side_resume_a_session_once(world: World) -> None:
         assert world[name].publish("t", b"1")
     world.settle()
     expect_resumed(world, b"1")
+
+
+def test_attempts_side_by_side_keep_to_the_best_address(world: World) -> None:
+    """A session does not go on over a worse wire since its peer was slow to answer."""
+    dialled = second_address(world)
+    world.stall("a")
+    world.cut("a", "b")
+    world.advance(0.45 * TIMEOUT)
+    assert dialled == [world["a"].link.address] * len(dialled)
+    assert len(dialled) > 2
+    world.unstall("a")
+    world.settle()
+    expect_resumed(world)
+
+
+def test_an_address_that_never_answers_is_left(world: World) -> None:
+    """However many attempts were begun there, in time for the next."""
+    dialled = second_address(world, manner="hang")
+    world.cut("a", "b")
+    world.advance(0.7 * TIMEOUT)
+    assert dialled[-1] == SECOND
+    expect_resumed(world)
+
+
+def test_the_address_that_was_answered_is_remembered(world: World) -> None:
+    """Not that of another attempt: after the next outage it is dialled first."""
+    dialled = second_address(world)
+    a, b = world["a"], world["b"]
+    a.mesh.config.dial_back = False
+    world.stall("a")
+    world.cut("a", "b")
+    world.advance(0.55 * TIMEOUT)
+    assert dialled[-1] == SECOND
+    a.mesh.forget(a.session(b), "a new session must begin")
+    world.unstall("a")
+    world.settle()
+    assert b.session(a).dialled == b.session(a).wire == a.link.address
 
 
 def test_attempts_side_by_side_end_with_the_session(world: World) -> None:

@@ -147,9 +147,10 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
             # Whose answers these were is not known; nobody shall wait for ever.
             payload = {"numbers": [EVERY], "error": str(error)}
         finally:
+            # First: the next to receive would take what is answered for unanswered.
+            self._settle(payload["numbers"], payload)
             self._receives = False
             self._changed.acquire()
-            self._settle(payload["numbers"], payload)
             self._changed.notify_all()
         return True
 

@@ -39,6 +39,7 @@ class Dial:
         max_delay: Longest pause between attempts in seconds.
         pace: Seconds after which another attempt is begun beside one that has got no
             answer yet, as where packets were lost TCP takes 1, 3 and 7 s to begin anew.
+        leaves_at: Until when attempts beside each other take the same route.
         next_at: When the next attempt is due, by the mesh's clock.
         until: When to give up, by the mesh's clock; None: never.
         error: Why the last attempt failed.
@@ -72,16 +73,23 @@ class Dial:
         self.conn: Conn | None = None  # of the last attempt
         self.address = routes[0][1] if routes else ""
         self.attempt = 0
+        self.leaves_at = 0.0
         self.next_at = 0.0
         self.error = ""
         self.refusal = ""
         self.welcome: Greeting | None = None
         self.done = not routes
 
-    def next_route(self) -> tuple[Link, str]:
-        """The route of the next attempt."""
-        link, self.address = self.routes[self.attempt % len(self.routes)]
-        self.attempt += 1
+    def next_route(self, now: float) -> tuple[Link, str]:
+        """The route of the next attempt.
+
+        That of the one beside it, as long as that may be answered yet: by whichever
+        route a peer that was only stalled answers first, the session would stay there.
+        """
+        if self.conn is None or now >= self.leaves_at:
+            self.leaves_at = now + ATTEMPT_SECONDS
+            self.attempt += 1
+        link, self.address = self.routes[(self.attempt - 1) % len(self.routes)]
         return link, self.address
 
     def identified(self, incarnation: str) -> None:
@@ -118,6 +126,7 @@ class Greeter:
 
     Attributes:
         dial: The dial that opened it; None where the peer dialled.
+        address: What that dialled.
         deadline: When it is closed if it has not finished, by the mesh's clock.
         greeted: Whether the first of the peer's two frames has come.
         refused: Whether the peer is only to read what it was told, and to close.
@@ -128,6 +137,7 @@ class Greeter:
     def __init__(self, secret: bytes, dial: Dial | None, deadline: float) -> None:
         self.handshake = Handshake(secret, dialler=dial is not None)
         self.dial = dial
+        self.address = "" if dial is None else dial.address
         self.deadline = deadline
         self.greeted = False
         self.refused = False

@@ -100,7 +100,7 @@ class Dialling:
         if known is not None and dial.session is None and not dial.probe:
             dial.done = True
             return
-        link, address = dial.next_route()
+        link, address = dial.next_route(now)
         dial.next_at = now + dial.pace
         try:
             conn = link.dial(address)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from mq.mesh.feed import Feed
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 from mq.mesh.publishing import Publishing
 from mq.seconds import deadline_after
+
+T = TypeVar("T")
 
 STALE_SECONDS: Final = 0.005
 """`recv` polls at least this often, even while its inbox is full."""
@@ -59,6 +61,15 @@ class Driver(Publishing):
                         return False
             finally:
                 self._leave()
+
+    def look(self, read: Callable[[], T]) -> T:
+        """What `read` finds under the lock.
+
+        Where nothing is compiled, only frames of this package's tell that a thread has
+        it: see `is_in_the_middle`.
+        """
+        with self.lock:
+            return read()
 
     def run(self, action: Callable[[], object]) -> None:
         """Change the mesh under the lock and send what that causes."""

@@ -287,6 +287,7 @@ class Greetings(Dialling):
     ) -> None:
         mesh = self._mesh
         dial.welcome = welcome
+        dial.address = greeter.address  # the last attempt may be by another
         mesh.changed += 1
         if dial.probe or not dial.incarnation:
             dial.identified(welcome.incarnation)
@@ -338,12 +339,7 @@ class Greetings(Dialling):
         return True
 
     def _refused(
-        self,
-        conn: Conn,
-        greeter: Greeter,
-        dial: Dial,
-        refusal: Refusal,
-        proven: bool,
+        self, conn: Conn, greeter: Greeter, dial: Dial, refusal: Refusal, proven: bool
     ) -> None:
         mesh = self._mesh
         mesh.changed += 1
