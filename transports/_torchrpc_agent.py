@@ -56,6 +56,7 @@ except (ImportError, AttributeError, RuntimeError) as error:
 TRANSPORTS: Final = ("uv", "ibv", "shm")
 CHANNELS: Final = ("cma", "basic", "mpt_uv")
 GPU_CHANNELS: Final = ("cuda_ipc", "cuda_gdr", "cuda_xth", "cuda_basic")
+TESTED: Final = "torch 2.4, 2.13 and 2.14"
 MAX_PEERS: Final = 32767
 """Ids of peers are 16 bits wide and never used again."""
 SELF_TEST_SECONDS: Final = 10.0
@@ -169,7 +170,7 @@ def unusable() -> str | None:
     if missing:
         return (
             f"{where} lacks {', '.join(missing)} of torch.distributed.rpc, which this "
-            "transport was written for (tested with torch 2.13)"
+            f"transport was written for (tested with {TESTED})"
         )
     return None
 

@@ -17,7 +17,7 @@ import torch
 from mq.errors import ForkedProcess, TransportUnavailable
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
-from transports._torchrpc_agent import Agent, Options
+from transports._torchrpc_agent import TESTED, Agent, Options
 from transports._torchrpc_calls import receivers
 
 _lock = threading.Lock()
@@ -91,7 +91,7 @@ def _start(options: Options) -> Agent:
         raise TransportUnavailable(
             f"TensorPipe of torch {torch.__version__} does not start with transports "
             f"{options.transports} and channels {options.channels}: {first}. Its "
-            "private interface is used here, tested with torch 2.13"
+            f"private interface is used here, tested with {TESTED}"
         ) from error
     except BaseException:  # Ctrl-C
         _give_up(agent)
