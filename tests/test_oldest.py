@@ -18,9 +18,10 @@ def allowed() -> dict[str, Version]:
     """The oldest version of each library that setup.cfg allows, but for torch."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    lines = config["options"]["install_requires"].split()
+    extras = config["options.extras_require"]
+    lines = config["options"]["install_requires"] + extras["tensordict"]
     found = {}
-    for requirement in map(Requirement, lines):
+    for requirement in map(Requirement, lines.split()):
         (bound,) = requirement.specifier
         assert bound.operator == ">="
         found[requirement.name] = Version(bound.version)
