@@ -124,6 +124,14 @@ def test_close_complains_only_of_what_did_not_arrive(
             assert got < 300 or "lacks" not in caplog.text
 
 
+@pytest.fixture(params=["0", "1"])
+def compiled_or_not(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New interpreters with nothing compiled, and as usual."""
+    monkeypatch.setenv("MQ_COMPILED", request.param)
+
+
 IN_THE_MIDDLE = """
 import mq
 
@@ -137,12 +145,9 @@ with mq.connect("inproc", group="middle", name="one") as queue:
 """
 
 
-@pytest.mark.parametrize("compiled", ["0", "1"])
-def test_a_handler_may_close_in_the_middle_of_the_queues_work(
-    compiled: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("compiled_or_not")
+def test_a_handler_may_close_in_the_middle_of_the_queues_work() -> None:
     """One of its log, or of a signal; it is closed when that work has ended."""
-    monkeypatch.setenv("MQ_COMPILED", compiled)
     assert output_of(IN_THE_MIDDLE, timeout=60.0) == "closed\n"
 
 
@@ -164,12 +169,9 @@ print("closed")
 """
 
 
-@pytest.mark.parametrize("compiled", ["0", "1"])
-def test_a_handler_may_close_while_a_call_looks_what_is_there(
-    compiled: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("compiled_or_not")
+def test_a_handler_may_close_while_a_call_looks_what_is_there() -> None:
     """That is done under the lock, too."""
-    monkeypatch.setenv("MQ_COMPILED", compiled)
     assert output_of(AS_IT_LOOKS, timeout=60.0) == "closed\n"
 
 
@@ -196,12 +198,9 @@ print("closed" * queue._freed.is_set())
 """
 
 
-@pytest.mark.parametrize("compiled", ["0", "1"])
-def test_a_handler_in_the_middle_of_close_needs_no_thread(
-    compiled: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("compiled_or_not")
+def test_a_handler_in_the_middle_of_close_needs_no_thread() -> None:
     """At exit there is none to be had, from Python 3.12 on."""
-    monkeypatch.setenv("MQ_COMPILED", compiled)
     assert output_of(AGAIN, timeout=60.0) == "again\nclosed\n"
 
 
@@ -251,10 +250,7 @@ with mq.connect("inproc", group="elsewhere", name="one") as queue:
 """
 
 
-@pytest.mark.parametrize("compiled", ["0", "1"])
-def test_the_work_of_another_thread_is_waited_for(
-    compiled: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("compiled_or_not")
+def test_the_work_of_another_thread_is_waited_for() -> None:
     """Only in the middle of its own does `close` leave it to another."""
-    monkeypatch.setenv("MQ_COMPILED", compiled)
     assert output_of(ELSEWHERE, timeout=60.0) == "False\n"
