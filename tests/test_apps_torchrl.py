@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -368,17 +369,22 @@ def test_threads_of_an_actor_share_its_end() -> None:
     assert len(found) == 8
 
 
-def test_a_thread_of_an_actor_waits_for_its_own_answer_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not for that of another thread, which is there to receive it."""
-    group = "torchrl-alone"
+@contextlib.contextmanager
+def asked_by_hand(group: str) -> Iterator[tuple[mq.MQ, mq.MQ, MqTransport]]:
+    """The queue of a server that a test answers for, and an actor's with its end."""
     with (
         mq.connect("inproc", group=group, name="server") as server,
         mq.connect("inproc", group=group, name="actor") as queue,
     ):
         server.subscribe(REQUEST_TOPIC)
-        transport = MqTransport(queue)
+        yield server, queue, MqTransport(queue)
+
+
+def test_a_thread_of_an_actor_waits_for_its_own_answer_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not for that of another thread, which is there to receive it."""
+    with asked_by_hand("torchrl-alone") as (server, queue, transport):
         slow, quick = (transport.submit(request(number)) for number in range(2))
         requests = [server.recv(timeout=30).payload for _ in range(2)]
         receives, goes_on, real = threading.Event(), threading.Event(), queue.recv
@@ -412,13 +418,7 @@ def test_an_answer_counts_from_when_it_is_received(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though the server is gone when another thread looks, before it is passed on."""
-    group = "torchrl-received"
-    with (
-        mq.connect("inproc", group=group, name="server") as server,
-        mq.connect("inproc", group=group, name="actor") as queue,
-    ):
-        server.subscribe(REQUEST_TOPIC)
-        transport = MqTransport(queue)
+    with asked_by_hand("torchrl-received") as (server, queue, transport):
         answer = transport.submit(request(1))
         asked = server.recv(timeout=30).payload
         waits, real = threading.Event(), queue.recv
