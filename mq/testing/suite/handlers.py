@@ -1,12 +1,17 @@
-"""Interrupt: handlers of signals that use the queue, or take long."""
+"""Interrupt, Close: handlers of signals that use a queue, close it, or take long."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import threading
+from collections import Counter
+from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
+import mq
 from mq.testing import programs, worker
 from mq.testing.cases import case
 from mq.testing.harness import Group
@@ -134,3 +139,78 @@ def a_handler_of_a_signal_that_takes_long_holds_nobody_up(group: Group) -> None:
     a.ask(worker.call, "subscribe", "u", timeout=STEP, worker_main=False).result()
     a.ask(_end_handler, worker_main=False).result()
     assert [m.digest for m in reading.result()] == [1]
+
+
+_CALLS: Final[dict[str, tuple[Any, ...]]] = {
+    "publish": ("t", "more"),
+    "recv": (0,),
+    "flush": (),
+    "members": (),
+    "subscribers": ("t",),
+    "stats": (),
+    "describe": (),
+}
+
+
+def _publish_until_closed(queue: mq.MQ, call: str) -> int:
+    """Call this again and again until a handler has closed the queue.
+
+    Returns:
+        How many messages `publish` has returned for.
+    """
+    begun = threading.Event()
+    ended: list[int] = []
+
+    def close(number: int, frame: FrameType | None) -> None:
+        queue.close(linger=STEP)
+        ended.append(number)
+
+    def end() -> None:
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, close)
+    threading.Thread(target=end, name="mq-test-end").start()
+    published = 0
+    while not ended:
+        try:
+            if published < 10 or call == "publish":
+                queue.publish("t", published, timeout=STEP)
+                published += 1
+            getattr(queue, call)(*_CALLS[call])
+            published += call == "publish"
+        except mq.Closed:
+            break
+        except TimeoutError:
+            assert call == "recv"
+        begun.set()
+    return published
+
+
+def _end_by_signals(
+    backend: str, options: dict[str, Any], published: Connection
+) -> None:
+    """Be a member for each call in turn, and end with the last."""
+    for call in _CALLS:
+        queue = mq.connect(backend, name=call, **options)
+        published.send((call, _publish_until_closed(queue, call)))
+
+
+@case("Close")
+def the_handler_of_a_signal_may_close(group: Group) -> None:
+    """In the middle of any call: all arrives, and the process just ends."""
+    listener = None
+    if group.capabilities.separate_processes:
+        listener = group.member("listener")
+        listener.subscribe("t", depth=100_000)
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    with reader, writer:
+        assert (
+            group.run_process(_end_by_signals, group.backend, group.options(), writer)
+            == 0
+        )
+        published = dict(reader.recv() for _ in _CALLS)
+    if listener is not None:
+        got = listener.run(programs.receive, sum(published.values()))
+        assert Counter(m.sender for m in got) == published
+        assert {m.name for m in listener.call("members")} == {"listener"}
