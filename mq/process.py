@@ -115,6 +115,7 @@ class ProcessWatch:
         self.process = process
         self._lock = threading.Lock()
         self._fd: int | None = None
+        self._is_it = False  # whether the descriptor is known to be of this process
         self._ended = False
         self._comparable = 0 < process.pid <= _MOST_PID and process.same_kernel(here())
         if self._comparable:
@@ -129,7 +130,9 @@ class ProcessWatch:
             self._ended = error.errno == errno.ESRCH
             return
         # Only now does the id stay put: whatever started at another time is another.
-        if self._look() is True:
+        found = self._look()
+        self._is_it = found is False
+        if found is True:
             self._ended = True
             self.close()
 
@@ -145,9 +148,12 @@ class ProcessWatch:
         with self._lock:
             # Readable means that the holder of the id at opening has ended: that was
             # our process, or else ours had ended before.
-            if self._fd is not None and _is_readable(self._fd):
-                self._ended = True
-                return True
+            if self._fd is not None:
+                if _is_readable(self._fd):
+                    self._ended = True
+                    return True
+                if self._is_it:
+                    return False  # a look into /proc costs ten times as much
         found = self._look()
         self._ended = found is True
         return found

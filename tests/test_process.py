@@ -135,6 +135,18 @@ def test_proc_serves_where_there_is_no_pidfd(
     assert ProcessWatch(who).ended() is True
 
 
+def test_a_descriptor_that_is_the_process_s_own_says_all(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every member asks of every other four times a second: /proc is read just once."""
+    watch = ProcessWatch(identity(child.pid))
+    monkeypatch.setattr(process, "_read_stat", lambda pid: pytest.fail("/proc is read"))
+    assert watch.ended() is False
+    become_zombie(child)
+    assert watch.ended() is True
+    watch.close()
+
+
 def test_a_hidden_proc_leaves_only_proof_of_death(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
