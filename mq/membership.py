@@ -15,7 +15,6 @@ from mq.members import Member
 from mq.mesh import wire
 from mq.message import check_topic
 from mq.seconds import seconds
-from mq.signals import LOOK_SECONDS
 from mq.transport import LINGER_SECONDS, Capabilities
 from mq.undisturbed import undisturbed
 
@@ -31,6 +30,8 @@ logger = Log(__name__)
 
 HURRIED_SECONDS: Final = 0.1
 """For so long engines send what they have, the farewell, after a Ctrl-C in `close`."""
+PAUSE_SECONDS: Final = 0.01
+"""Between looks whether another thread has closed the queue."""
 
 
 class Membership:
@@ -47,7 +48,7 @@ class Membership:
         self._pool = pool
         self._close_lock = threading.Lock()
         self._closed = False
-        self._closer = 0
+        self._closer = self._freer = 0  # threads
         self._freed = threading.Event()
         exits.register(self)
 
@@ -215,39 +216,51 @@ class Membership:
         deadline = time.monotonic() + seconds("linger", linger)
         driver.end_calls()
         me = threading.get_ident()
-        if self._close_lock.locked() and self._closer == me:
-            return  # this is a signal's handler, in the middle of doing so
+        if self._freer == me or (self._close_lock.locked() and self._closer == me):
+            return  # this is a handler, in the middle of doing so
         if driver.is_in_the_middle():
             threading.Thread(target=self.close, args=(linger,), daemon=True).start()
             return
-        while self._close_lock.locked():
-            # Another thread closes it; not every signal would end a wait for the lock.
-            if self._freed.wait(LOOK_SECONDS):
-                break
-        with self._close_lock:
-            self._closer = me
-            if self._closed:
-                return
-            to_send = HURRIED_SECONDS
-            try:
-                left = driver.leave("closed", deadline)
-                to_send = LINGER_SECONDS
-                if left:
-                    logger.warning(
-                        "%r closed with messages undelivered after %g s: %s",
-                        self,
-                        linger,
-                        driver.describe_feeds(left),
-                    )
-            finally:
-                undisturbed(functools.partial(self._free, to_send))
+        while self._close_lock.locked() and not self._freed.is_set():
+            # Another thread closes it. A signal would not always end a wait for the
+            # lock, and in one for an event its handler could not wait for that, too.
+            time.sleep(PAUSE_SECONDS)
+        if not self._freed.is_set():
+            with self._close_lock:
+                self._closer = me
+                if not self._closed:
+                    self._end(linger, deadline)
+        while not self._freed.is_set():
+            time.sleep(PAUSE_SECONDS)  # the thread that an interrupt left it to goes on
+
+    def _end(self, linger: float, deadline: float) -> None:
+        driver = self._driver
+        to_send = HURRIED_SECONDS
+        try:
+            left = driver.leave("closed", deadline)
+            to_send = LINGER_SECONDS
+            if left:
+                logger.warning(
+                    "%r closed with messages undelivered after %g s: %s",
+                    self,
+                    linger,
+                    driver.describe_feeds(left),
+                )
+        finally:
+            undisturbed(functools.partial(self._free, to_send))
 
     def _free(self, to_send: float) -> None:
+        self._freer = threading.get_ident()
         self._closed = True
-        self._driver.discard_inbox()
-        self._joined.close(to_send)
-        exits.unregister(self)  # last: exit waits for what another thread closes
-        self._freed.set()
+        try:
+            self._driver.discard_inbox()
+            self._joined.close(to_send)
+        finally:
+            self._freer = 0
+            self._freed.set()
+            # Last: exit waits for what another thread closes, and a forked child must
+            # know of it, or that it is closed.
+            exits.unregister(self)
 
     def types_changed(self) -> None:
         """Tell the others which types this member accepts now."""

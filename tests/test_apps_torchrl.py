@@ -442,6 +442,19 @@ def test_an_answer_counts_from_when_it_is_received(
         assert answer.result(timeout=30)["observation"][0] == 1.0
 
 
+def test_what_is_no_answer_keeps_nobody_from_receiving_the_next() -> None:
+    """Who has received it is told; the next to wait gets its answer."""
+    with asked_by_hand("torchrl-no-answer") as (server, _, transport):
+        answer = transport.submit(request(1))
+        asked = server.recv(timeout=30).payload
+        server.publish(replies("actor"), {"from": "somebody else"})
+        with pytest.raises(KeyError, match="numbers"):
+            answer.result(timeout=30)
+        result = {"numbers": [asked["number"]], "result": asked["input"]}
+        server.publish(replies("actor"), result)
+        assert answer.result(timeout=30)["observation"][0] == 1.0
+
+
 def test_an_actor_started_again_gets_no_answer_of_the_one_before() -> None:
     """It has the name of the one that died, whose request was answered later."""
     group, began, go = "torchrl-again", threading.Event(), threading.Event()

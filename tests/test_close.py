@@ -230,6 +230,107 @@ def test_exit_waits_for_the_thread_that_closes() -> None:
     assert output_of(AT_EXIT, timeout=60.0) == "closed\n"
 
 
+INTERRUPTED = """
+import atexit, os, signal
+import mq
+from mq.testing.waiting import wait_until
+
+queue = mq.connect("inproc", group="interrupted", name="one")
+free = queue._joined.close
+
+def close(linger):
+    os.kill(os.getpid(), signal.SIGINT)
+    wait_until(lambda: ended, "exit")
+    free(linger)
+    print("closed", flush=True)
+
+ended = []
+queue._joined.close = close
+try:
+    queue.close()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+atexit.register(ended.append, True)
+"""
+
+
+def test_exit_waits_for_what_an_interrupted_close_left_to_a_thread() -> None:
+    """That frees the engine, whose threads would else come to find nothing there."""
+    assert output_of(INTERRUPTED, timeout=60.0) == "interrupted\nclosed\n"
+
+
+AS_IT_FREES = """
+import logging, threading
+import mq
+
+class CloseAll(logging.Handler):
+    def emit(self, record):
+        queue.close()
+        print(record.getMessage(), flush=True)
+
+def close(linger):
+    logging.getLogger("mq").warning("a record is left")
+    free(linger)
+
+logging.getLogger("mq").addHandler(CloseAll())
+for of_its_own in (False, True):
+    queue = mq.connect("inproc", group="frees", name="one")
+    free, queue._joined.close = queue._joined.close, close
+    if of_its_own:
+        threading.Thread(target=queue.close).start()
+    else:
+        queue.close()
+    assert queue._freed.wait(60.0)
+print("closed")
+"""
+
+
+def test_a_handler_of_the_log_may_close_as_the_queue_is_freed() -> None:
+    """By another thread than calls `close`, which waits for that."""
+    record = "a record is left\n"
+    assert output_of(AS_IT_FREES, timeout=60.0) == f"{record}{record}closed\n"
+
+
+AS_IT_WAITS = """
+import sys, threading
+import mq
+from mq.testing.waiting import wait_until
+
+def trace(frame, event, arg):
+    if not frame.f_code.co_filename.endswith(("/threading.py", "/membership.py")):
+        return None
+    lines.append(frame.f_lineno)
+    if len(lines) == at:
+        sys.settrace(None)
+        queue.close()  # as a signal's handler does that comes just now
+        lines.append("again")
+    return trace
+
+def close(linger):
+    wait_until(lambda: len(lines) >= at, "a handler")
+    free(linger)
+
+for at in range(1, 60):
+    lines = []
+    queue = mq.connect("inproc", group="waits", name="one")
+    free, queue._joined.close = queue._joined.close, close
+    first = threading.Thread(target=queue.close)
+    first.start()
+    wait_until(lambda: queue._closed, "the other thread")
+    sys.settrace(trace)
+    queue.close()
+    sys.settrace(None)
+    assert "again" in lines
+    first.join()
+print("closed")
+"""
+
+
+def test_a_handler_may_close_wherever_close_waits_for_another_thread() -> None:
+    """So nothing is waited for there that a thread cannot wait for twice."""
+    assert output_of(AS_IT_WAITS, timeout=60.0) == "closed\n"
+
+
 ELSEWHERE = """
 import threading
 import mq

@@ -23,6 +23,7 @@ from mq.blocking import BlockingQueue
 from mq.errors import CodecError
 from mq.frames import Frames
 from mq.mesh import wire
+from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
 from mq.mesh.outgoing import Topic
 from mq.mesh.ready import pop_ready
@@ -135,6 +136,44 @@ def test_what_was_taken_before_unsubscribing_is_counted() -> None:
     b.unsubscribe("t")
     assert stats.received - before == 6
     assert stats.discarded == 15
+
+
+def test_an_interrupt_of_an_attempt_does_not_end_the_dial() -> None:
+    """Wherever it comes: what was begun by then is begun again."""
+
+    def dial(interrupter: Interrupter) -> Dial:
+        world = World("a")
+        b = world.add("b")
+        world.net.on_dial = lambda source, target: "error"
+        dial = b.dial_blindly(world["a"].link.address)
+        world.net.on_dial = lambda source, target: "open"
+        poll = b.poll
+
+        def interrupted() -> None:
+            try:
+                with interrupter.armed():
+                    poll()
+            except KeyboardInterrupt:
+                b.mesh.recover()
+
+        b.poll = interrupted  # type: ignore[method-assign]
+        world.advance(4.0)
+        assert len(b.mesh.sessions) == 1, interrupter.where
+        world.close()
+        return dial
+
+    survey = Interrupter(None)
+    assert dial(survey).done
+    points = {
+        points[0]
+        for (code, _, _), points in survey.visited.items()
+        if code.co_filename.endswith(("/dial.py", "/dialling.py", "/greeting.py"))
+    }
+    assert len(points) > 50
+    for point in sorted(points):
+        interrupter = Interrupter(point)
+        dial(interrupter)
+        assert interrupter.where
 
 
 def test_an_interrupt_while_a_subscription_ends_harms_no_other(

@@ -147,11 +147,13 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
             # Whose answers these were is not known; nobody shall wait for ever.
             payload = {"numbers": [EVERY], "error": str(error)}
         finally:
-            # First: the next to receive would take what is answered for unanswered.
-            self._settle(payload["numbers"], payload)
-            self._receives = False
-            self._changed.acquire()
-            self._changed.notify_all()
+            try:
+                # First: the next to receive would take what is answered for unanswered.
+                self._settle(payload["numbers"], payload)
+            finally:  # what was received may be no answer; others wait for theirs
+                self._receives = False
+                self._changed.acquire()
+                self._changed.notify_all()
         return True
 
     def _gone(self) -> list[int]:

@@ -95,12 +95,12 @@ class Dial:
     def identified(self, incarnation: str) -> None:
         """It is known who answers at the route of the last attempt: take it again."""
         self.incarnation = incarnation
-        self.conn = None
         self.attempt -= 1
+        self.next_at = 0.0
+        self.conn = None  # only now: `recover` goes by it
 
     def failed(self, reason: str, now: float) -> None:
         """An attempt failed; wait before the next round of routes."""
-        self.conn = None
         self.error = reason
         if self.blind:
             self.incarnation = ""
@@ -109,6 +109,7 @@ class Dial:
         if not rest:
             pause = min(self.max_delay, FIRST_DELAY * 2.0 ** min(rounds - 1, 16))
         self.next_at = now + pause
+        self.conn = None  # only now: `recover` goes by it
         if self.until is not None and self.next_at >= self.until:
             self.done = True
 

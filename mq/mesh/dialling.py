@@ -101,7 +101,6 @@ class Dialling:
             dial.done = True
             return
         link, address = dial.next_route(now)
-        dial.next_at = now + dial.pace
         try:
             conn = link.dial(address)
         except (OSError, ValueError) as error:
@@ -110,6 +109,7 @@ class Dialling:
         greeter = Greeter(self._mesh.config.secret, dial, now + ATTEMPT_SECONDS)
         self._greeters[conn] = greeter
         dial.conn = conn
+        dial.next_at = now + dial.pace  # last: an interrupt leaves it due till then
 
     def cancel(self, dial: Dial) -> None:
         """Stop dialling, by all attempts."""
