@@ -274,6 +274,7 @@ class BlockingQueue(Membership):
         def end() -> None:
             sessions = list(self._mesh.sessions.values())
             self._mesh.subscriber.unsubscribe(topic, sessions)
+            self._mesh.changed += 1  # a thread may wait for it to be acknowledged
 
         self._driver.run(end)
 

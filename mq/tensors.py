@@ -101,6 +101,12 @@ def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
         return described
     if not _has_format(tensor):
         return packer.without_format(tensor, _unsendable(tensor))
+    if tensor.numel() and not _has_memory(tensor):
+        raise Refusal(  # a pickle of it would be refused on arrival
+            f"a tensor of dtype {tensor.dtype} and shape {tuple(tensor.shape)} has no "
+            "memory: its storage was freed, or it belongs to a transform of "
+            "torch.func; send it once it has data, and outside of the transform"
+        )
     name, carrier = _BY_DTYPE[tensor.dtype]
     if packer.carried and str(tensor.device) in packer.carried:
         return _pack_on_device(packer, tensor, name, carrier)
@@ -128,6 +134,14 @@ def _has_format(tensor: torch.Tensor) -> bool:
         and not tensor.is_meta
         and tensor.dim() <= ext.MAX_DIMENSIONS
     )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Where it has none, NumPy takes some of its own, with anything in it."""
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # one that stands for others, as under torch.func.vmap
+        return False
 
 
 def _plain(
@@ -307,6 +321,7 @@ def _key(tensor: torch.Tensor) -> object:
         or tensor.is_conj()
         or tensor.is_neg()
         or not tensor.is_contiguous()
+        or not _has_memory(tensor)
     ):
         return None
     shape = tensor.shape

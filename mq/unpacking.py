@@ -164,7 +164,7 @@ class Unpacker:
     def extension(self, code: int, body: memoryview) -> Any:
         """The value of an extension type; what msgspec calls for each."""
         # Containers are dealt with here: a frame less for each level of nesting.
-        if 1 <= code <= 4:
+        if 1 <= code <= 5:
             items = _decode(body, ext_hook=self.extension)
             if type(items) is not list:
                 raise CodecError("the body of a container is malformed")
@@ -172,6 +172,8 @@ class Unpacker:
                 return tuple(items)
             if code == ext.MAP:
                 return _mapping(items, dict)
+            if code == ext.ORDERED_DICT:
+                return _ordered_dict(items)
             return set(items) if code == ext.SET else frozenset(items)
         unpack = _UNPACKERS.get(code)
         if unpack is None:
@@ -274,8 +276,8 @@ def _mapping(items: list[Any], kind: type[dict[Any, Any]]) -> dict[Any, Any]:
     return kind(zip(items[::2], items[1::2], strict=True))
 
 
-def _unpack_ordered_dict(unpacker: Unpacker, body: memoryview) -> Any:
-    pairs, *metadata = unpacker.decode_list(body, 1)
+def _ordered_dict(items: list[Any]) -> Any:
+    pairs, *metadata = items or [None]
     if type(pairs) is not list or len(metadata) > 1:
         raise CodecError("an OrderedDict is malformed")
     mapping = _mapping(pairs, OrderedDict)
@@ -372,7 +374,6 @@ def _unpack_on_device(unpacker: Unpacker, body: memoryview) -> Any:
 
 
 _UNPACKERS: Final[dict[int, Callable[[Unpacker, memoryview], Any]]] = {
-    ext.ORDERED_DICT: _unpack_ordered_dict,
     ext.COMPLEX: _unpack_complex,
     ext.INT: _unpack_int,
     ext.DATETIME: _unpack_datetime,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import tracemalloc
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,14 @@ def test_nesting_is_limited_to_256_levels_on_both_sides(wrap: type) -> None:
         area = assemble(pack(Ext(ext.TUPLE, b"\x91" + raw)), (), frozenset()).pack()
     with pytest.raises(CodecError, match="256 levels"):
         CODEC.decode(memoryview(area))
+
+
+def test_ordered_dicts_may_be_nested_as_deep() -> None:
+    """As deep as is sent, on a stack as deep as any program's."""
+    payload: Any = OrderedDict(a=1)
+    for _ in range(ext.MAX_DEPTH - 1):
+        payload = OrderedDict(a=payload)
+    assert same(travel(payload), payload)
 
 
 def test_cycles_are_refused() -> None:

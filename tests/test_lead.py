@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from interrupter import Interrupter
 
+import mq
 from mq import signals, speed
 from mq.mesh import lead as lead_module
 from mq.mesh.lead import IDLE_SECONDS, Changes, Lead
 from mq.mesh.poller import Poller
-from mq.testing.waiting import current_frames
+from mq.testing.waiting import current_frames, wait_until
 
 
 class CountingPoller:
@@ -343,3 +344,40 @@ def test_an_interrupt_between_any_bytecodes_leaves_who_waits_with_the_lock(
         if not interrupter.where:
             break
     assert interrupts == at - 1 > 20
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["ended", "begun anew"])
+def test_who_waits_for_an_acknowledgement_is_told_that_another_thread_ended_it(
+    again: bool,
+) -> None:
+    """No peer answers any more, and none is to blame."""
+    errors: list[BaseException] = []
+
+    def subscribe(depth: int, timeout: float) -> None:
+        try:
+            queue.subscribe("t", depth=depth, timeout=timeout)
+        except mq.MQError as error:
+            errors.append(error)
+
+    with (
+        mq.connect("inproc", group="ended", name="silent") as silent,
+        mq.connect("inproc", group="ended", name="queue") as queue,
+    ):
+        with silent._driver.lock:
+            waiting = threading.Thread(target=subscribe, args=(1, 60.0))
+            waiting.start()
+            wait_until(lambda: is_in("_sleep", waiting), "subscribe")
+            queue.unsubscribe("t")
+            if again:
+                subscribe(2, 0.0)
+            waiting.join(30.0)
+            assert not waiting.is_alive()
+        assert [type(error) for error in errors] == [mq.SubscribeTimeout] * again
+
+
+def is_in(function: str, thread: threading.Thread) -> bool:
+    """Whether a thread is in a call of that name."""
+    frame = current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None

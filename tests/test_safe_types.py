@@ -344,6 +344,37 @@ def test_quantised_tensors_are_refused_with_a_remedy() -> None:
         CODEC.encode(quantised)
 
 
+def test_tensors_without_memory_are_refused_with_a_remedy() -> None:
+    """NumPy takes other memory for them, and whatever lies there would be sent."""
+    CODEC.encode(torch.ones(3, 4))  # that others like it are known is no difference
+    freed = torch.ones(3, 4)
+    others = (freed.T, torch.nn.Parameter(freed))
+    freed.untyped_storage().resize_(0)
+    lazy = torch._efficientzerotensor(3)  # type: ignore[attr-defined]
+    trusting = Codec(allow_pickle=True)
+    for tensor in (freed, *others, lazy):
+        for payload in (tensor, {"a": tensor}, [tensor]):
+            for codec in (CODEC, trusting):
+                with pytest.raises(CodecError, match=r"no memory.*storage was freed"):
+                    codec.encode(payload)
+    freed.untyped_storage().resize_(48)
+    assert same(travel(freed.fill_(2)), torch.full((3, 4), 2.0))
+    assert same(travel(torch.ones(3, 0)), torch.ones(3, 0))
+
+
+@pytest.mark.parametrize("transform", ["functionalize", "grad", "vmap"])
+def test_tensors_of_a_transform_are_refused_with_a_remedy(transform: str) -> None:
+    """They stand for others, and have no memory of their own, or do not tell which."""
+
+    def inside(tensor: torch.Tensor) -> torch.Tensor:
+        for payload in (tensor, {"a": tensor}, [tensor]):
+            with pytest.raises(CodecError, match=r"no memory.*outside of"):
+                CODEC.encode(payload)
+        return tensor.sum()
+
+    getattr(torch.func, transform)(inside)(torch.ones(3, 4))
+
+
 def test_messages_ask_for_unregistered_types_in_vain() -> None:
     """The error names the type; nothing of it is imported or built."""
     area = assemble(

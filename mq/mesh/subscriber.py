@@ -165,7 +165,9 @@ class Subscriber:
                     self.grant(source)
 
     def unconfirmed(self, subscription: Subscription) -> list[Session]:
-        """Peers that have not acknowledged a subscription."""
+        """Peers that have not acknowledged a subscription, and still will."""
+        if self.topics.get(subscription.topic) is not subscription:
+            return []  # another thread has ended it: no answer counts any more
         return [s for s, source in subscription.sources.items() if not source.confirmed]
 
     # -- what peers send ----------
