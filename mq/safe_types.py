@@ -80,6 +80,9 @@ def add_safe_types(
     """
     if (encode is None) != (decode is None):
         raise TypeError("add_safe_types needs both encode= and decode=, or neither")
+    for function in (encode, decode):
+        if not (function is None or callable(function)):
+            raise TypeError(f"encode= and decode= are functions, not {function!r}")
     if len(types) != 1 and (name is not None or encode is not None):
         raise TypeError("name=, encode= and decode= go with exactly one type")
     entries = []

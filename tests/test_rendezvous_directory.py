@@ -170,6 +170,19 @@ def test_a_shared_directory_must_exist(runtime: Path) -> None:
         meet(f"file://{runtime}/missing")
 
 
+def test_a_shared_directory_must_be_one(runtime: Path) -> None:
+    """A file is there, so creating it would be no remedy."""
+    Path(runtime, "file").touch()
+    with pytest.raises(TransportUnavailable, match="is not a directory; give one"):
+        meet(f"file://{runtime}/file")
+
+
+def test_a_file_system_that_takes_no_directories_is_no_race(runtime: Path) -> None:
+    """It says that there is no such file, as where the last member has just left."""
+    with pytest.raises(TransportUnavailable, match="cannot meet in /proc.*another"):
+        meet("file:///proc")
+
+
 def test_a_malformed_record_is_ignored_with_one_warning(
     runtime: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -199,6 +199,8 @@ def test_registrations_that_cannot_work_are_refused() -> None:
             add_safe_types(bad)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="both encode= and decode="):
         add_safe_types(Plain, encode=str)
+    with pytest.raises(TypeError, match="are functions, not 3"):
+        add_safe_types(Plain, encode=str, decode=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="exactly one"):
         add_safe_types(Color, Step, name="x")
     with pytest.raises(ValueError, match="is taken by"):

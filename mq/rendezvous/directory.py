@@ -111,14 +111,20 @@ class DirectoryStore(CellStore[_File]):
             if not self._shared:
                 make_private(self._base)
             elif not os.path.isdir(self._base):
+                problem = "does not exist; create it"
+                if os.path.exists(self._base):
+                    problem = "is not a directory; give one"
                 raise TransportUnavailable(
-                    f"the rendezvous directory {self._base} does not exist; create it, "
-                    "on a file system that all members see"
+                    f"the rendezvous directory {self._base} {problem}, on a file system "
+                    "that all members see"
                 )
-            with contextlib.suppress(FileNotFoundError):  # the last member just left
+            try:
                 make_private(self.path)
                 if self._try_lock():
                     return
+            except FileNotFoundError as error:  # the last member just left
+                if self._shared and error.filename == self.path:
+                    raise  # its base is there, but takes no directories
             if time.monotonic() >= deadline:
                 raise ConnectTimeout(
                     f"{self.path} was being removed for {self.timeout:g} s; if no "
