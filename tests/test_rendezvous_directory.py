@@ -179,7 +179,7 @@ def test_a_shared_directory_must_be_one(runtime: Path) -> None:
 
 def test_a_file_system_that_takes_no_directories_is_no_race(runtime: Path) -> None:
     """It says that there is no such file, as where the last member has just left."""
-    with pytest.raises(TransportUnavailable, match="cannot meet in /proc.*another"):
+    with pytest.raises(TransportUnavailable, match=r"cannot meet in /proc.*another"):
         meet("file:///proc")
 
 

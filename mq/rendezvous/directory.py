@@ -115,8 +115,8 @@ class DirectoryStore(CellStore[_File]):
                 if os.path.exists(self._base):
                     problem = "is not a directory; give one"
                 raise TransportUnavailable(
-                    f"the rendezvous directory {self._base} {problem}, on a file system "
-                    "that all members see"
+                    f"the rendezvous directory {self._base} {problem}, on a file "
+                    "system that all members see"
                 )
             try:
                 make_private(self.path)
