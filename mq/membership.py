@@ -221,17 +221,17 @@ class Membership:
         if driver.is_in_the_middle():
             threading.Thread(target=self.close, args=(linger,), daemon=True).start()
             return
-        while self._close_lock.locked() and not self._freed.is_set():
-            # Another thread closes it. A signal would not always end a wait for the
-            # lock, and in one for an event its handler could not wait for that, too.
-            time.sleep(PAUSE_SECONDS)
-        if not self._freed.is_set():
+        while not self._freed.is_set():
+            if self._closed or self._close_lock.locked():
+                # Another thread closes it, maybe one that an interrupt left it to. Not
+                # every signal ends a wait for a lock, and a handler that came into one
+                # for an event could not wait for that, too: it is looked for.
+                time.sleep(PAUSE_SECONDS)
+                continue
             with self._close_lock:
                 self._closer = me
                 if not self._closed:
                     self._end(linger, deadline)
-        while not self._freed.is_set():
-            time.sleep(PAUSE_SECONDS)  # the thread that an interrupt left it to goes on
 
     def _end(self, linger: float, deadline: float) -> None:
         driver = self._driver
