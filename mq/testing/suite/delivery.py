@@ -10,7 +10,7 @@ import mq
 from mq.testing import programs
 from mq.testing.cases import case
 from mq.testing.harness import Group, expect
-from mq.testing.waiting import STEP
+from mq.testing.waiting import STEP, wait_until
 
 MIB = 1 << 20
 
@@ -179,6 +179,32 @@ def nothing_arrives_after_unsubscribe_returned(group: Group) -> None:
     assert (message.topic, message.payload) == ("kept", "end")
     assert b.run(programs.nothing_waits)
     b.call("unsubscribe", "gone")  # idempotent
+
+
+def _subscribe_and_unsubscribe(group: Group) -> None:
+    """Where no member can be stopped alone, so that all acknowledge at once."""
+    a, b = group.members("a", "b")
+    a.subscribe("t")
+    a.call("unsubscribe", "t")
+    assert b.call("subscribers", "t") == []
+
+
+@case(
+    "edge: subscribe", needs="separate_processes", otherwise=_subscribe_and_unsubscribe
+)
+def a_subscribe_that_waits_ends_with_its_subscription(group: Group) -> None:
+    """Another thread unsubscribes while a stopped member has yet to acknowledge."""
+    a, b = group.members("a", "b", peer_timeout=3 * STEP)
+    b.stop()
+    subscribing = a.start("subscribe", "t", timeout=None)
+
+    def has_ended() -> bool:
+        a.call("unsubscribe", "t")  # again, as it may have come before the other
+        return subscribing.done(0.05)
+
+    wait_until(has_ended, "subscribe to end")
+    subscribing.result()
+    b.cont()
 
 
 @case("Nobody listening")
