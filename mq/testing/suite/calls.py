@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import mq
 from mq.testing import programs
 from mq.testing.cases import case
 from mq.testing.harness import Group, expect
 from mq.testing.waiting import STEP, wait_until
+
+_HANDLING_SECONDS: Final = 10e-6
 
 
 def _in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -195,6 +198,9 @@ def _read_beside_another_task(queue: mq.MQ) -> list[int]:
         async def read() -> None:
             while True:
                 got.append((await queue.arecv()).sequence)
+                done_at = time.perf_counter() + _HANDLING_SECONDS
+                while time.perf_counter() < done_at:  # else a fast processor has all
+                    pass  # before the other task is due
 
         reading = asyncio.ensure_future(read())
         while not got:
