@@ -116,6 +116,7 @@ def environment(arguments: Sequence[str]) -> dict[str, str]:
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'):,} bytes",
         "kernel": f"{platform.system()} {platform.release()}",
+        "tcp": _congestion_control(),
         "python": platform.python_version(),
         "commit": _commit(),
         "compiled": "yes" if speed.COMPILED else "no",
@@ -147,6 +148,14 @@ def _gpus() -> dict[str, str]:
     if torch is not None and torch.version.cuda:
         facts["cuda"] = torch.version.cuda
     return facts
+
+
+def _congestion_control() -> str:
+    """How the system controls the congestion of TCP, on which ``...:tcp`` depends."""
+    try:
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    except OSError:
+        return "unknown"
 
 
 def _cpu_model() -> str:

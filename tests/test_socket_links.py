@@ -20,6 +20,7 @@ from nng_links import nng_runs
 from tls_files import tls_options
 
 from mq.mesh.poller import Poller
+from mq.stream import sockets
 from mq.testing.proxy import Proxy
 from mq.transport import Conn, What
 from transports.tcp import TcpLink
@@ -63,6 +64,31 @@ def connected(address: str) -> socket.socket:
 def conns_of(link: Any) -> int:
     """How many connections a link has, greeted or not."""
     return len(link.conns)
+
+
+# -- within a host ----------
+
+
+def _controls() -> list[bytes]:
+    """How the congestion of each connection of this process is controlled."""
+    found = []
+    for known in sockets.connected():
+        with sockets.copy_of(known.fd) as sock:
+            option = socket.IPPROTO_TCP, socket.TCP_CONGESTION
+            found.append(sock.getsockopt(*option, 16).rstrip(b"\0"))
+    return found
+
+
+@over_tcp
+def test_no_connection_within_a_host_is_paced(name: str) -> None:
+    """Neither end's, where the system would have them all so."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()):
+            if b"bbr" not in _controls():
+                pytest.skip("by default connections of this system are not paced")
+    with World(LINKS[name]) as world:
+        world.connect()
+        assert set(_controls()) == {b"reno"}
 
 
 # -- strangers ----------

@@ -54,9 +54,39 @@ def _repeats(fd: int) -> int:
     return sockets.repeats(fd, os.fstat(fd).st_ino)
 
 
+def _control(sock: socket.socket) -> bytes:
+    """How its congestion is controlled."""
+    option = socket.IPPROTO_TCP, socket.TCP_CONGESTION
+    return sock.getsockopt(*option, 16).rstrip(b"\0")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are Linux's")
+@pytest.mark.parametrize(("before", "after"), [("bbr", "reno"), ("cubic", "cubic")])
+def test_what_is_sent_within_a_host_is_not_paced(before: str, after: str) -> None:
+    """Another control than BBR, which spaces out what it sends, is left as it is."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        try:
+            listener.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_CONGESTION, before.encode()
+            )
+        except OSError as error:
+            pytest.skip(f"{before} cannot be chosen here: {error}")
+        address = listener.getsockname()
+        dialled = stack.enter_context(socket.create_connection(address))
+        accepted = stack.enter_context(listener.accept()[0])
+        assert _control(accepted) == before.encode()
+        sockets.unpace(accepted.fileno())
+        assert _control(accepted) == after.encode()
+        usual = _control(dialled)
+        sockets.unpace(listener.fileno())  # it has no peer
+        assert (_control(listener), _control(dialled)) == (before.encode(), usual)
+
+
 LOOKS: list[Callable[[int], object]] = [
     sockets.quiet_seconds,
     sockets.is_within_host,
+    sockets.unpace,
     _received,
     _shut,
     _repeats,

@@ -15,7 +15,7 @@ from typing import Any
 
 from pynng import ffi, lib
 
-from mq.stream.sockets import inode
+from mq.stream.sockets import inode, unpace
 from transports._nng_aio import Operation
 from transports._nng_pair import HANG_UP, PREFIX_BYTES, Channel, explain, unread
 from transports._nng_streams import descriptors, ports_of
@@ -73,6 +73,7 @@ class TlsChannel(Channel):
         self._fd = next((fd for fd in descriptors() if ports_of(fd) == ports), -1)
         self._inode = inode(self._fd)
         self._copy = -1 if self._fd < 0 else os.dup(self._fd)
+        unpace(self._copy)
         self.watches = ((self._sending.fd, select.EPOLLIN), (self._copy, HANG_UP))
         self._in = bytearray(_SIZE_BYTES + largest)
         self._in_memory = ffi.from_buffer(self._in)

@@ -28,7 +28,7 @@ from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.stream.files import SocketFiles
 from mq.stream.names import Names
-from mq.stream.sockets import bound_tcp, bound_unix
+from mq.stream.sockets import bound_tcp, bound_unix, unpace
 from mq.stream.watching import EVENTS, Watching
 from mq.transport import (
     LINGER_SECONDS,
@@ -199,6 +199,7 @@ class NngLink(Watching[NngConn], Link):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            unpace(sock.fileno())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return Pair(sock.detach(), self._depth, self.largest)
 

@@ -27,7 +27,7 @@ from mq import addresses, options
 from mq.mesh.poller import Poller
 from mq.stream.files import SocketFiles
 from mq.stream.names import Names
-from mq.stream.sockets import inode
+from mq.stream.sockets import inode, unpace
 from mq.transport import (
     CHUNK_BYTES,
     LINGER_SECONDS,
@@ -290,6 +290,7 @@ class ZmqLink(Link):
             code, fd = struct.unpack("=HI", event)
             if code in _UP:
                 self.descriptors[name, fd] = inode(fd)
+                unpace(fd)
             elif code in _DOWN:
                 self.descriptors.pop((name, fd), None)
             if name == LISTENER:

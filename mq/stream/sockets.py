@@ -26,6 +26,8 @@ _BYTES_ACKED: Final = 120
 _BYTES_RECEIVED: Final = 128
 """Where it has the bytes received in all; since Linux 4.1."""
 _BYTES: Final = struct.Struct("@Q")
+_NAME_BYTES: Final = 16
+"""The longest name of how congestion is controlled, `TCP_CA_NAME_MAX`."""
 
 
 def bound_tcp(address: str) -> socket.socket:
@@ -103,6 +105,20 @@ def is_within_host(fd: int) -> bool:
             return bool(sock.getsockname()[0] == sock.getpeername()[0])
     except (OSError, IndexError):
         return False
+
+
+def unpace(fd: int) -> None:
+    """Have a TCP socket send at once what it has, if its peer is on this host.
+
+    Nothing is congested there, but BBR, which some systems use for all connections,
+    spaces out what is sent all the same. Where it is used Reno is, which each kernel
+    has, and leaves to each user.
+    """
+    if sys.platform == "linux" and is_within_host(fd):
+        with contextlib.suppress(OSError), copy_of(fd) as sock:
+            option = socket.IPPROTO_TCP, socket.TCP_CONGESTION
+            if sock.getsockopt(*option, _NAME_BYTES).startswith(b"bbr"):
+                sock.setsockopt(*option, b"reno")
 
 
 def received_bytes(fd: int, known: int) -> int | None:

@@ -15,7 +15,7 @@ from mq.mesh.poller import Poller
 from mq.stream.conn import StreamConn
 from mq.stream.link import StreamLink
 from mq.stream.names import Names
-from mq.stream.sockets import bound_tcp
+from mq.stream.sockets import bound_tcp, unpace
 from mq.transport import CHUNK_BYTES, What
 
 _IDLE_SECONDS: Final = 10
@@ -82,6 +82,7 @@ class TcpStreamLink(StreamLink):
         sock.setsockopt(tcp, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
         sock.setsockopt(tcp, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
         sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_SECONDS)
+        unpace(sock.fileno())
 
     def unsent(self, sock: socket.socket) -> bool:
         held = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, _INT.pack(0))
