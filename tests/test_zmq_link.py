@@ -7,6 +7,7 @@ import functools
 import secrets
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
@@ -232,6 +233,23 @@ def test_what_frees_bodies_is_there_from_the_first_link_to_the_last() -> None:
         with World(tcp, 1):
             pass
         assert garbage.gc.is_alive()
+    assert not garbage.gc.is_alive()
+
+
+def test_a_link_may_open_while_the_last_one_closes() -> None:
+    """As where a signal's handler leaves the closing of a queue to a thread."""
+
+    def cycles() -> None:
+        for _ in range(100):
+            link = ZmqLink(wires=("tcp",))
+            poller = Poller()
+            link.open(poller, [], None)
+            link.close(0.0)
+            poller.close()
+
+    with ThreadPoolExecutor(2, "mq-test") as executor:
+        for done in [executor.submit(cycles) for _ in range(2)]:
+            done.result(PATIENCE)
     assert not garbage.gc.is_alive()
 
 

@@ -16,6 +16,7 @@ import os
 import secrets
 import select
 import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -63,6 +64,8 @@ class _Collector:
     """
 
     def __init__(self) -> None:
+        # pyzmq does not: a start in the middle of an end leaves neither.
+        self._turn = threading.Lock()
         self._links: set[int] = set()
         self._ours = False
 
@@ -72,24 +75,32 @@ class _Collector:
         Raises:
             zmq.ZMQError: The thread cannot start.
         """
-        if not self._links:
-            self._ours = not gc.is_alive()
-        self._links.add(id(link))
-        zmq.Frame(b"start", copy=False, copy_threshold=0)
+        with self._turn:
+            if not self._links:
+                self._ours = not gc.is_alive()
+            self._links.add(id(link))
+            zmq.Frame(b"start", copy=False, copy_threshold=0)
 
     def leave(self, link: ZmqLink) -> None:
         """A link has closed, its context is terminated, so nothing of it is read."""
-        self._links.discard(id(link))
-        if self._links or not self._ours or not gc.is_alive():
-            return
-        deadline = time.monotonic() + _COLLECT_SECONDS
-        while gc.refs and gc.thread and time.monotonic() < deadline:
-            gc.thread.join(0.001)
-        if not gc.refs:  # else the application has messages of its own under way
-            gc.stop()
+        with self._turn:
+            self._links.discard(id(link))
+            if self._links or not self._ours or not gc.is_alive():
+                return
+            deadline = time.monotonic() + _COLLECT_SECONDS
+            while gc.refs and gc.thread and time.monotonic() < deadline:
+                gc.thread.join(0.001)
+            if not gc.refs:  # else the application has messages of its own under way
+                gc.stop()
+
+    def after_fork(self) -> None:
+        """In a forked child, where neither that thread nor any link lives on."""
+        self._turn = threading.Lock()
+        self._links.clear()
 
 
 _collector = _Collector()
+os.register_at_fork(after_in_child=_collector.after_fork)
 
 
 class ZmqLink(Link):
