@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import secrets
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from link_fixtures import own_temporary_directory
 from link_world import PATIENCE, World
 from zmq.utils import garbage
 
+import transports.zmq
 from mq.addresses import split
 from mq.mesh.poller import Poller
 from mq.transport import MAX_HEAD_BYTES, Conn, What
@@ -251,6 +254,23 @@ def test_a_link_may_open_while_the_last_one_closes() -> None:
         for done in [executor.submit(cycles) for _ in range(2)]:
             done.result(PATIENCE)
     assert not garbage.gc.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_while_a_link_closes_opens_its_own() -> None:
+    """Whose last one ends that thread, whatever links the parent had."""
+    with World(tcp, 1), transports.zmq._collector._turn:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(PATIENCE))
+            status = 1
+            try:
+                with World(tcp, 1):
+                    assert garbage.gc.is_alive()
+                status = int(garbage.gc.is_alive())
+            finally:
+                os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("parts", [1, 2])
