@@ -301,7 +301,8 @@ class ZmqLink(Link):
             code, fd = struct.unpack("=HI", event)
             if code in _UP:
                 self.descriptors[name, fd] = inode(fd)
-                unpace(fd)
+                if name != LISTENER:  # who is accepted has to prove who it is first
+                    unpace(fd)
             elif code in _DOWN:
                 self.descriptors.pop((name, fd), None)
             if name == LISTENER:
@@ -320,6 +321,7 @@ class ZmqLink(Link):
         """As `Conn.guard`, for the accepted connection on a descriptor."""
         if most_bytes is None:
             self._strangers.forget(fd)
+            unpace(fd)
         elif known := self.descriptors.get((LISTENER, fd)):
             self._strangers.add(fd, known, most_bytes)
 
