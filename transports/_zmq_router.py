@@ -123,8 +123,9 @@ class Router:
         except zmq.ZMQError:  # noise that passed for the protocol's first version
             fd, address = -1, ""
         link.watch()  # what became of earlier connections of the same descriptor
-        link.spoke(fd)
-        if first.more or len(first) or fd < 0:
+        introduced = not (first.more or len(first) or fd < 0)
+        link.spoke(fd, introduced)
+        if not introduced:
             self.port.drain()
             link.malformed += 1
             return

@@ -312,10 +312,11 @@ class ZmqLink(Link):
                 self.dialled[name].saw(code, fd)
         self.busy.pop(self._monitor, None)
 
-    def spoke(self, fd: int) -> None:
+    def spoke(self, fd: int, introduced: bool) -> None:
         """The connection on this descriptor has sent a message, good or bad."""
         self._silent.discard(fd)
-        self._strangers.forget(fd)
+        if introduced:  # else who was sent away would only have to go on talking
+            self._strangers.forget(fd)
 
     def guard(self, fd: int, most_bytes: int | None) -> None:
         """As `Conn.guard`, for the accepted connection on a descriptor."""
