@@ -416,6 +416,7 @@ class MeshMachine(RuleBasedStateMachine):
             for topic in TOPICS:
                 self._publish_at_last(member, topic)
         self._check_nothing_is_missing()
+        self.world.advance(PEER_TIMEOUT / 2)  # what is only told by ticks is answered
         self._check_nothing_is_left()
 
     def _publish_at_last(self, member: Member, topic: str) -> None:

@@ -209,7 +209,7 @@ class Mesh:
         self._next_tick = now + self.liveness.tick_seconds
         self.liveness.tick(now, now - self._last_poll)
         self.greetings.tick(now)
-        self.subscriber.returns.look_for_children()
+        self.subscriber.tick()
 
     def recover(self) -> None:
         """An exception left the mesh: make it consistent and go on."""

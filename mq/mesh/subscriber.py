@@ -367,11 +367,21 @@ class Subscriber:
         there = subscription.sources.get(source.session) is source
         self._divide(subscription, source if there else None)
 
+    def tick(self) -> None:
+        """Called now and then: what nothing else would see to."""
+        self.returns.look_for_children()
+        for subscription in self.topics.values():
+            if subscription.keep is None:
+                self._tell_credit(subscription.fill_up())
+
+    def _tell_credit(self, given: Sequence[Source]) -> None:
+        for source in given:
+            source.session.control(wire.CREDIT, [source.credit()])
+            self.owed.append(source.session)
+
     def _divide(self, subscription: Subscription, source: Source | None) -> None:
         given, asked = subscription.divide(source)
-        for other in given:
-            other.session.control(wire.CREDIT, [other.credit()])
-            self.owed.append(other.session)
+        self._tell_credit(given)
         for other in asked:
             other.session.control(wire.RECLAIM, [other.asked])
             self.owed.append(other.session)

@@ -160,6 +160,28 @@ class Subscription:
                 other.grant_at_bytes = soon
         return given, self._ask(shares)
 
+    def fill_up(self) -> list[Source]:
+        """Give publishers what is left of their shares; who has more than before.
+
+        Credit is told by halves, while messages are taken. So who reads no more leaves
+        a publisher with less than it may have, which nothing else would make up for.
+        """
+        if self._short:  # what is free is for them
+            return []
+        shares, free = self._shares(), self._free()
+        given = []
+        for source in self.sources.values():
+            share, share_bytes = shares[True]
+            if source.active and (
+                source.granted_messages - source.consumed_messages < share
+                or source.granted_bytes - source.consumed_bytes < share_bytes
+            ):
+                left = self._give(source, shares[True], *free)
+                if left is not None:
+                    given.append(source)
+                    free = left
+        return given
+
     @staticmethod
     def _give(source: Source, share: Share, messages: int, nbytes: int) -> Share | None:
         """Fill a publisher's credit up to its share, from what is free.

@@ -147,6 +147,18 @@ def depth_and_window_bytes_bound_what_waits_at_a_subscriber(group: Group) -> Non
 
 
 @case("edge: Windows")
+def a_window_that_was_read_is_whole_again(group: Group) -> None:
+    """A publisher may fill it each time before anything of that is read."""
+    a, b = group.members("a", "b")
+    b.subscribe("count", depth=11)
+    b.subscribe("size", window_bytes=11 * MIB)
+    for turn in range(3):
+        a.run(programs.publish_range, "count", 11 * turn, 11 * (turn + 1))
+        a.run(programs.publish_patterns, "size", [MIB] * 9)
+        b.run(programs.receive, 20)
+
+
+@case("edge: Windows")
 def idle_publisher_leaves_its_part_of_the_window_to_others(group: Group) -> None:
     """Who comes later has its share of it too, though nobody receives meanwhile."""
     reader, early = group.members("reader", "early")
