@@ -102,8 +102,8 @@ class BlockingQueue(Membership):
             known = self._known.get(topic)
             if known is not None and known.gate.publish(payload, self._lock):
                 return
-        if topic not in self._topics:
-            self._check_new_topic(topic)
+        if type(topic) is not str or topic not in self._topics:
+            topic = self._new_topic(topic)
         if payload is CLEAR:
             self._clear(topic, retain)
             return
@@ -115,9 +115,10 @@ class BlockingQueue(Membership):
         devices = self._driver.devices
         return devices if retain or not devices else self._driver.carried(topic)
 
-    def _check_new_topic(self, topic: str) -> None:
-        check_topic(topic)
+    def _new_topic(self, topic: str) -> str:
+        topic = check_topic(topic)
         self._topics.add(topic)
+        return topic
 
     def _clear(self, topic: str, retain: bool) -> None:
         if not retain:
@@ -155,7 +156,7 @@ class BlockingQueue(Membership):
         self._driver.check()
         from mq import loans  # not before: in a forked child that could wait for ever
 
-        check_topic(topic)
+        topic = check_topic(topic)
         self._topics.add(topic)
         nbytes = loans.room(shape, dtype)
         block = self._driver.take_block(topic, nbytes, timeout)
@@ -225,7 +226,7 @@ class BlockingQueue(Membership):
                 argument, also a device that is not there.
         """
         self._driver.check()
-        check_topic(topic)
+        topic = check_topic(topic)
         if not isinstance(history, History):
             raise TypeError("history is mq.KEEP_ALL or mq.keep_last(n)")
         for what, number in (("depth", depth), ("window_bytes", window_bytes)):
@@ -269,7 +270,7 @@ class BlockingQueue(Membership):
 
     def unsubscribe(self, topic: str) -> None:
         """End a subscription; when it returns, `recv` returns no more of this topic."""
-        check_topic(topic)
+        topic = check_topic(topic)
 
         def end() -> None:
             sessions = list(self._mesh.sessions.values())

@@ -118,7 +118,7 @@ class Membership:
 
     def subscribers(self, topic: str) -> list[str]:
         """Names of the other members subscribed to a topic."""
-        check_topic(topic)
+        topic = check_topic(topic)
         self._driver.check()
         return self._driver.look(lambda: self._mesh.publisher.subscribers(topic))
 
@@ -130,7 +130,7 @@ class Membership:
         Raises:
             MembersTimeout: There were fewer; names those that are there.
         """
-        check_topic(topic)
+        topic = check_topic(topic)
         publisher = self._mesh.publisher
         if not self._driver.wait_until(
             lambda: len(publisher.subscribers(topic)) >= n, timeout

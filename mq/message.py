@@ -71,8 +71,8 @@ CLEAR: Final = _Clear()
 """Publish this with ``retain=True`` to drop the retained message of a topic."""
 
 
-def check_topic(topic: str) -> bytes:
-    """The UTF-8 form of a topic.
+def check_topic(topic: str) -> str:
+    """A topic as a plain string, whatever subclass it is of, which goes on the wire.
 
     Raises:
         TypeError: The topic is no string.
@@ -91,4 +91,4 @@ def check_topic(topic: str) -> bytes:
         raise ValueError(f"topic {topic!r} has control characters")
     if topic.startswith(RESERVED_PREFIX):
         raise ValueError(f"topic {topic!r}: names beginning with 'mq.' are reserved")
-    return raw
+    return str.__str__(topic)

@@ -162,8 +162,8 @@ class MQ(BlockingQueue):
         if payload is CLEAR:
             self.publish(topic, payload, retain=retain)
             return
-        if topic not in self._topics:
-            self._check_new_topic(topic)
+        if type(topic) is not str or topic not in self._topics:
+            topic = self._new_topic(topic)
         frames = self._codec.encode(payload, topic, self._carried(topic, retain))
         driver = self._driver
         with driver.turns(topic, timeout) as turns, self._wakeups() as wakeup:

@@ -74,7 +74,7 @@ def resolve(
             if not isinstance(given, str):
                 raise TypeError(f"{key} is a string, not {given!r}")
             sources[key] = "argument"
-            return given
+            return str.__str__(given)  # whatever subclass of str: it goes on the wire
         value = env.get(variable)
         sources[key] = "default" if not value else f"environment {variable}"
         return value or None
@@ -162,7 +162,7 @@ def _strings(what: str, value: object) -> tuple[str, ...]:
     for item in values:
         if not isinstance(item, str) or not item:
             raise TypeError(f"{what} is a string or several, got {item!r}")
-    return values
+    return tuple(map(str.__str__, values))
 
 
 def secret_from(

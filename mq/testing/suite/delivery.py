@@ -111,6 +111,23 @@ def member_does_not_receive_what_it_published(group: Group) -> None:
 
 
 @case("Exact topics")
+def a_topic_of_a_subclass_of_str_is_that_topic(group: Group) -> None:
+    """NumPy's strings are such: others join, and hear it as any."""
+    a, b = group.members("a", "b")
+    b.subscribe(np.str_("t"))
+    a.publish(np.str_("t"), 0)
+    late = group.member("late")
+    late.publish("t", 0)
+    assert a.call("subscribers", np.str_("t")) == ["b"]
+    for _ in range(2):
+        assert type(b.recv().topic) is str
+    b.call("unsubscribe", np.str_("t"))
+    late.subscribe("t")
+    a.publish("t", "end")
+    assert late.recv().payload == "end"
+
+
+@case("Exact topics")
 def topic_matches_exactly(group: Group) -> None:
     """Neither prefixes nor other spellings of a topic match it."""
     a, b = group.members("a", "b")
