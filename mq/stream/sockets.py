@@ -102,21 +102,30 @@ def is_within_host(fd: int) -> bool:
     """Whether a TCP socket's ends have the same address; not where it is none."""
     try:
         with copy_of(fd) as sock:
-            return bool(sock.getsockname()[0] == sock.getpeername()[0])
-    except (OSError, IndexError):
+            return _is_near(sock)
+    except OSError:
+        return False
+
+
+def _is_near(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.getsockname()[0] == sock.getpeername()[0])
+    except IndexError:  # it has no addresses
         return False
 
 
 def unpace(fd: int) -> None:
-    """Have a TCP socket send at once what it has, if its peer is on this host.
+    """Have a TCP socket send at once what it has, if both ends have one address.
 
-    Nothing is congested there, but BBR, which some systems use for all connections,
-    spaces out what is sent all the same. Where it is used Reno is, which each kernel
-    has, and leaves to each user.
+    Within a host nothing is congested, but BBR, which some systems use for all
+    connections, spaces out what is sent all the same. Where it is used Reno is, which
+    each kernel has, and leaves to each user.
     """
-    if sys.platform == "linux" and is_within_host(fd):
+    if sys.platform == "linux":
         with contextlib.suppress(OSError), copy_of(fd) as sock:
             option = socket.IPPROTO_TCP, socket.TCP_CONGESTION
+            if not _is_near(sock):
+                return
             if sock.getsockopt(*option, _NAME_BYTES).startswith(b"bbr"):
                 sock.setsockopt(*option, b"reno")
 
