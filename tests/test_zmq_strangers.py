@@ -103,21 +103,24 @@ def test_who_has_proven_who_it_is_may_send_any_amount() -> None:
         assert not world.members[1].conns(What.LOST)
 
 
-@pytest.mark.parametrize("introduced", [False, True])
+@pytest.mark.parametrize("stays", ["silent", "deaf", "talking"])
 def test_who_stays_without_a_purpose_is_hung_up_on(
     raw_peer: Callable[[str], socket.socket],
     monkeypatch: pytest.MonkeyPatch,
-    introduced: bool,
+    stays: str,
 ) -> None:
-    """Silent from the beginning, or deaf to the goodbye: it costs a descriptor."""
+    """From the beginning, or when it was told goodbye: it costs a descriptor."""
     monkeypatch.setattr(_zmq_strangers, "STRANGER_SECONDS", 0.2)
     with World(tcp, 1) as world:
         (member,) = world.members
         sock = raw_peer(member.addresses[0])
-        if introduced:
+        if stays != "silent":
             sock.send(b"\0\0")
             world.until(lambda: bool(member.conns(What.ACCEPTED)), "the stranger")
             member.conns(What.ACCEPTED)[0].close()
+        if stays == "talking":
+            sock.send(b"\0\1x")
+            world.until(lambda: member.link.malformed == 1, "what it says is counted")
         world.until(lambda: _is_cut_off(sock), "the end of the connection")
 
 
