@@ -17,7 +17,9 @@ from typing import Any
 SOCKET_PATH_BYTES = 107
 """The longest path of a unix socket."""
 
+_SIOCGIFFLAGS = 0x8913
 _SIOCGIFADDR = 0x8915
+_IFF_RUNNING = 0x40
 _HOST_PORT = re.compile(r"(\[[0-9A-Za-z:.%]+\]|[^\[\]:;/\s]+):(\*|\d{1,5})")
 
 
@@ -125,13 +127,26 @@ def _interface_ip() -> str:
 def interface_hosts() -> list[tuple[str, str]]:
     """Names of this machine's network interfaces, with the IPv4 address of each."""
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in _interfaces():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found.append((name, socket.inet_ntoa(answer[20:24])))
+    for _, name in _interfaces():
+        with contextlib.suppress(OSError):  # it has no IPv4 address
+            found.append((name, socket.inet_ntoa(_ask(name, _SIOCGIFADDR)[4:8])))
     return found
+
+
+def has_link(interface: str) -> bool:
+    """Whether a network interface of this machine is up, and carries."""
+    try:
+        (flags,) = struct.unpack_from("h", _ask(interface, _SIOCGIFFLAGS))
+    except OSError:
+        return False
+    return bool(flags & _IFF_RUNNING)
+
+
+def _ask(interface: str, what: int) -> bytes:
+    """What the kernel has in its `struct ifreq` behind the name (netdevice(7))."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return fcntl.ioctl(probe.fileno(), what, request)[16:]
 
 
 def look_up(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +13,7 @@ from typing import Any
 import pytest
 from fresh_python import ROOT
 from link_world import World
+from namespaces import inside, slow_wire
 from test_tcp_link import no_descriptors_left
 from torchrpc_links import rpc_conn
 
@@ -157,36 +154,6 @@ def test_a_sign_ends_the_silence_of_its_connection_alone() -> None:
         assert not world.members[2].conns(What.LOST)
 
 
-@contextlib.contextmanager
-def slow_wire(rate: str) -> Iterator[tuple[str, str]]:
-    """Two network namespaces, and a wire between them that carries so much."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can make network namespaces")
-    if not (shutil.which("ip") and shutil.which("tc")):
-        pytest.skip("no network namespace: there is no ip, or no tc (iproute2)")
-    names = [f"mq{os.getpid()}{end}" for end in "ab"]
-
-    def run(*command: str) -> None:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-        if done.returncode:
-            pytest.skip(f"no network namespace: {done.stderr.strip()[-200:]}")
-
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            run("ip", "netns", "add", name)
-            delete = ["ip", "netns", "del", name]
-            stack.callback(functools.partial(subprocess.run, delete, timeout=30))
-        ends = [("veth0", "netns", name) for name in names]
-        run("ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
-        for number, name in enumerate(names, 1):
-            run("ip", "-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "veth0")
-            for device in ("lo", "veth0"):
-                run("ip", "-n", name, "link", "set", device, "up")
-            shape = ("tbf", "rate", rate, "burst", "64kb", "latency", "300ms")
-            run("tc", "-n", name, "qdisc", "add", "dev", "veth0", "root", *shape)
-        yield names[0], names[1]
-
-
 MEMBER = """
 import sys
 import mq
@@ -217,19 +184,9 @@ def test_a_slow_wire_does_not_pass_for_silence(tmp_path: Path) -> None:
         for number, name in enumerate(names, 1):
             role = ("publisher", "subscriber")[number - 1]
             where = [role, f"10.77.0.{number}", f"file://{tmp_path}"]
-            command = [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                sys.executable,
-                "-c",
-                MEMBER,
-                *where,
-            ]
             members.append(
                 subprocess.Popen(
-                    command,
+                    [*inside(name), sys.executable, "-c", MEMBER, *where],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,

@@ -70,12 +70,19 @@ def listen_on(host: str) -> Iterator[None]:
     TensorPipe looks only at its environment variable, and that once per process.
 
     Raises:
-        OSError: No interface of this machine has the address.
+        OSError: No interface of this machine has the address, or it has no link, and
+            TensorPipe would take loopback for as long as the process lives.
     """
     if _INTERFACE in os.environ:  # the user has decided
         yield
         return
-    os.environ[_INTERFACE] = interface_of(host)
+    interface = interface_of(host)
+    if not addresses.has_link(interface):
+        raise OSError(
+            f"the network interface {interface}, which has the address {host}, is down "
+            "or has no link; connect again when it is up, or listen elsewhere"
+        )
+    os.environ[_INTERFACE] = interface
     try:
         yield
     finally:

@@ -168,8 +168,9 @@ class TorchRpcLink(Link):
         if self.agent.url and outside and addresses.is_loopback(bound):
             raise OSError(
                 f"TensorPipe listens on {bound}, which it chose at its first start in "
-                "this process or by TP_SOCKET_IFNAME; listen on a routable address "
-                "with the first torchrpc queue of the process"
+                "this process or by TP_SOCKET_IFNAME, where that names no interface "
+                "with a link, too; listen on a routable address with the first "
+                "torchrpc queue of the process"
             )
 
     def _listen(self, address: str) -> str:
