@@ -53,7 +53,7 @@ $(DING)/ready: $(READY) tests/ding.txt
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(DING) --requirement tests/ding.txt
 	touch $@
 
-$(READY): setup.cfg pyproject.toml constraints.txt .build/backend.py mq/_speed.c mq/_lock.c mq/_lock.h
+$(READY): setup.cfg pyproject.toml constraints.txt .build/backend.py $(wildcard mq/_*.c mq/_*.h)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; say which: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools

@@ -12,8 +12,12 @@ from setuptools.build_meta import *  # noqa: F403  the hooks that pip calls
 
 SPEED = setuptools.Extension(
     "mq._speed",
-    ["mq/_speed.c", "mq/_lock.c"],
-    depends=["mq/_lock.h", ".build/backend.py"],  # so that a source distribution has it
+    [f"mq/_{name}.c" for name in ("speed", "alone", "lock", "repeated")],
+    # So that a source distribution has them.
+    depends=[
+        *(f"mq/_{name}.h" for name in ("alone", "lock", "repeated")),
+        ".build/backend.py",
+    ],
     extra_compile_args=["-O3", "-std=c11", "-pthread"],
     optional=True,  # without a compiler its twins in Python stand in for it
 )

@@ -21,7 +21,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "_alone.h"
 #include "_lock.h"
+#include "_repeated.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -1125,6 +1127,12 @@ static PyMethodDef methods[] = {
     {"pop_ready", (PyCFunction)(void (*)(void))pop_ready, METH_FASTCALL, NULL},
     {"hold_signals", hold_signals, METH_O, NULL},
     {"signal_waits", signal_waits, METH_NOARGS, NULL},
+    {"arrive_alone", (PyCFunction)(void (*)(void))arrive_alone, METH_FASTCALL, NULL},
+    {"know_arrivals", (PyCFunction)(void (*)(void))know_arrivals, METH_FASTCALL, NULL},
+    {"know_arrays", know_arrays, METH_O, NULL},
+    {"know_tensors", (PyCFunction)(void (*)(void))know_tensors, METH_FASTCALL, NULL},
+    {"unpack_repeated", (PyCFunction)(void (*)(void))unpack_repeated, METH_FASTCALL, NULL},
+    {"pack_repeated", (PyCFunction)(void (*)(void))pack_repeated, METH_FASTCALL, NULL},
     {NULL},
 };
 
@@ -1149,7 +1157,7 @@ PyMODINIT_FUNC
 PyInit__speed(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && intern_names() && add_lock(module) == 0
+    if (module != NULL && intern_names() && intern_alone() && intern_repeated() && add_lock(module) == 0
         && add_type(module, "Gate", &gate_spec) == 0
         && add_type(module, "Bell", &bell_spec) == 0)
         return module;

@@ -15,6 +15,7 @@ from mq import extensions as ext
 from mq.errors import CodecError
 from mq.packing import Packer, Refusal, encode, utf8
 from mq.repeated import KINDS, Descriptions, Kind
+from mq.speed import know_arrays
 
 if TYPE_CHECKING:
     from mq.packing import Handler
@@ -297,3 +298,4 @@ def _maker(array: AnyArray) -> Make | None:
 
 
 KINDS[np.ndarray] = Kind(_key, raw_bytes, _maker)
+know_arrays(np.ndarray)

@@ -156,7 +156,8 @@ class Pool:
         """A writable buffer of any content.
 
         Returns:
-            1-D, format 'B', of exactly `nbytes` bytes, aligned to `ALIGNMENT`.
+            1-D, format 'B', of exactly `nbytes` bytes, aligned to `ALIGNMENT`; fewer
+            than `REGION_BYTES` to `frames.ARRAY_ALIGNMENT` alone.
 
         Raises:
             MemoryError: The system has no such memory.
@@ -290,9 +291,9 @@ def _map_region(size: int) -> mmap.mmap:
 
 
 def _small(nbytes: int) -> memoryview:
-    memory: npt.NDArray[np.uint8] = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % ALIGNMENT
-    return memory.data[start : start + nbytes]
+    # As malloc aligns it; to ask NumPy where it is takes longer than all the rest.
+    memory: npt.NDArray[np.uint8] = np.empty(nbytes, np.uint8)
+    return memory.data
 
 
 def keep(memory: memoryview) -> memoryview:

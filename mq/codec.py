@@ -15,7 +15,7 @@ from mq.errors import CodecError
 from mq.frames import Frames, Spread
 from mq.plain import decode_plain, is_plain
 from mq.safe_types import add_safe_types
-from mq.speed import encode_plain
+from mq.speed import encode_plain, pack_repeated, unpack_repeated
 from mq.unpacking import MALFORMED, Unpacker
 
 if TYPE_CHECKING:
@@ -104,6 +104,10 @@ class Codec:
         header = encode_plain(payload)
         if header is not None:
             return Frames(header, (), len(header), _NOTHING)
+        if not carried:
+            area = pack_repeated(payload, repeated.headers)
+            if area is not None:
+                return Frames(area, (), len(area), _NOTHING)
         tensors = repeated.tensors_of(payload)
         if tensors is not None and not carried:
             known = repeated.encode(payload, tensors)
@@ -222,9 +226,9 @@ class Codec:
         if is_plain(area) and not apart:
             return decode_plain(_copied(area) if read_only else area)
         if not apart and device is None:
-            known = repeated.decode(area, read_only)
-            if known is not None:
-                return known
+            payload = unpack_repeated(area, repeated.known, read_only)
+            if payload is not None:
+                return payload
         skeleton, buffers, areas = frames.split(area, apart)
         if read_only:
             skeleton = _copied(skeleton)

@@ -73,7 +73,7 @@ class Descriptions:
         self._read.clear()
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
     """How to decode what has a certain header.
 
     Attributes:
@@ -87,8 +87,10 @@ class _Known(NamedTuple):
     parts: list[tuple[Make, int, int]]
 
 
-_headers: Memory[Any, tuple[bytes, int]] = Memory()
-_known: Memory[bytes, _Known] = Memory()
+headers: Final[Memory[Any, tuple[bytes, int]]] = Memory()
+"""By `_key`, headers and the sizes of their messages."""
+known: Final[Memory[bytes, Known]] = Memory()
+"""By their headers, how messages are decoded."""
 _strange: Memory[bytes, None] = Memory()
 """Headers of messages that were decoded to tensors, but not of them alone."""
 
@@ -120,7 +122,7 @@ def encode(payload: Any, tensors: Sequence[Any]) -> frames.Frames | None:
     Args:
         tensors: As `tensors_of` gave them.
     """
-    if (key := _key(payload, tensors)) is None or (found := _headers.get(key)) is None:
+    if (key := _key(payload, tensors)) is None or (found := headers.get(key)) is None:
         return None
     header, nbytes = found
     buffers = tuple([KINDS[type(tensor)].buffer(tensor) for tensor in tensors])
@@ -135,19 +137,22 @@ def learn_header(payload: Any, tensors: Sequence[Any], encoded: frames.Frames) -
         and not encoded.areas
         and (key := _key(payload, tensors)) is not None
     ):
-        _headers[key] = encoded.header, encoded.nbytes
+        headers[key] = encoded.header, encoded.nbytes
 
 
-def decode(area: memoryview, read_only: bool = False) -> Any:
-    """The payload that `learn` saw with this header; None: it saw none."""
+def unpack(area: memoryview, known: dict[bytes, Known], read_only: bool) -> Any:
+    """The payload that `learn` saw with this header; None: it saw none.
+
+    The compiled twin is in ``_repeated.c``.
+    """
     end = frames.header_bytes(area, LONGEST_HEADER)
     if not end or area.readonly:
         return None
-    known = _known.get(bytes(area[:end]))
-    if known is None or known.nbytes != len(area):
+    found = known.get(bytes(area[:end]))
+    if found is None or found.nbytes != len(area):
         return None
-    made = [make(area[start:stop], read_only) for make, start, stop in known.parts]
-    return made[0] if known.names is None else dict(zip(known.names, made, strict=True))
+    made = [make(area[start:stop], read_only) for make, start, stop in found.parts]
+    return made[0] if found.names is None else dict(zip(found.names, made, strict=True))
 
 
 def learn(
@@ -179,4 +184,4 @@ def learn(
         parts.append((make, start, end))
     if end == len(area):
         names = list(payload) if type(payload) is dict else None
-        _known[header] = _Known(len(area), names, parts)
+        known[header] = Known(len(area), names, parts)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
-from mq import bell, plain
+from mq import bell, plain, repeated
 from mq.mesh import gate, ready
 
 try:
@@ -77,6 +78,10 @@ def _none(*arguments: object) -> int:
     return 0
 
 
+def _nothing(*arguments: object) -> None:
+    pass
+
+
 Gate: Final[type[gate.Gate]] = _speed.Gate if COMPILED else gate.Gate
 Bell: Final[type[bell.Bell]] = _speed.Bell if COMPILED else bell.Bell
 encode_plain: Final[Callable[[Any], bytes | None]] = (
@@ -130,3 +135,47 @@ is_mine: Final[Callable[[threading.Lock], bool]] = (
     methodcaller("is_mine") if COMPILED else _may_be_mine
 )
 """Whether this thread has a `Lock`; with nothing compiled, whether it may have it."""
+know_arrivals: Final[Callable[[type, type], None]] = (
+    _speed.know_arrivals if COMPILED else _nothing
+)
+"""Tells `arrive_alone` of `Run` and `Arrivals` of `mq.mesh.incoming`."""
+arrive_alone: Final[
+    Callable[[bytes | memoryview, Any, dict[int, Any], int, deque[Any]], object]
+] = _speed.arrive_alone if COMPILED else _nothing
+"""Puts the message of a DATA frame into the inbox, if it is the only one and in order.
+
+Args:
+    The frame; its session; subscriptions by id; the most bytes of a message; and the
+    inbox's queue.
+
+Returns:
+    Whether it did so; never where nothing is compiled.
+"""
+know_arrays: Final[Callable[[type], None]] = (
+    _speed.know_arrays if COMPILED else _nothing
+)
+"""Tells `pack_repeated` of `numpy.ndarray`."""
+know_tensors: Final[Callable[[type, Any], None]] = (
+    _speed.know_tensors if COMPILED else _nothing
+)
+"""Tells `pack_repeated` of `torch.Tensor` and `torch.strided`."""
+pack_repeated: Final[Callable[[Any, dict[Any, Any]], bytes | None]] = (
+    _speed.pack_repeated if COMPILED else _nothing
+)
+"""The area of a small tensor or array, or dict of them, whose header is known.
+
+Args:
+    The payload; and by what they depend on, headers and the sizes of their areas.
+
+Returns:
+    None where it is not as simple as that, and where nothing is compiled.
+"""
+unpack_repeated: Final[Callable[[memoryview, dict[bytes, Any], bool], Any]] = (
+    _speed.unpack_repeated if COMPILED else repeated.unpack
+)
+"""The payload of a message that begins as one before; None: it is none.
+
+Args:
+    The message; by their headers, how those are decoded; whether to make arrays
+    read-only.
+"""

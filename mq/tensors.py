@@ -14,6 +14,7 @@ from mq.arrays import checked_size, raw_bytes, with_sound_bools
 from mq.errors import CodecError
 from mq.packing import Packer, Refusal, encode
 from mq.repeated import KINDS, Descriptions, Kind, Memory
+from mq.speed import know_tensors
 
 if TYPE_CHECKING:
     from mq.devices import Landing
@@ -347,3 +348,4 @@ def _maker(tensor: torch.Tensor) -> Make | None:
 
 
 KINDS[torch.Tensor] = Kind(_key, _buffer, _maker)
+know_tensors(torch.Tensor, torch.strided)

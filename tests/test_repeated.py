@@ -12,7 +12,7 @@ import pytest
 import torch
 from payload_checks import same
 
-from mq import arrays, frames, repeated, tensors
+from mq import arrays, frames, repeated, speed, tensors
 from mq.codec import Codec, add_safe_types
 from mq.errors import CodecError
 
@@ -34,8 +34,8 @@ DTYPES = [
 def forget() -> None:
     """What there was before."""
     for memory in (
-        repeated._headers,
-        repeated._known,
+        repeated.headers,
+        repeated.known,
         repeated._strange,
         tensors._known,
         tensors._described,
@@ -55,6 +55,11 @@ def known_header(payload: Any) -> frames.Frames | None:
     """What is remembered of it."""
     found = repeated.tensors_of(payload)
     return None if found is None else repeated.encode(payload, found)
+
+
+def unpacked(payload: Any) -> Any:
+    """What it is decoded to where it is as one before."""
+    return speed.unpack_repeated(area_of(payload), repeated.known, False)
 
 
 def area_of(payload: Any) -> memoryview:
@@ -127,21 +132,21 @@ def test_it_is_the_short_way() -> None:
         CODEC.decode(area_of(DICTS[3]))
     again = {name: torch.zeros_like(tensor) for name, tensor in DICTS[3].items()}
     assert known_header(again) is not None
-    assert repeated.decode(area_of(again)) is not None
+    assert unpacked(again) is not None
     assert known_header(DICTS[4]) is None
-    assert repeated.decode(area_of(DICTS[4])) is None
+    assert unpacked(DICTS[4]) is None
     for _ in range(2):
         CODEC.decode(area_of(torch.ones(7)))
     assert known_header(torch.zeros(7)) is not None
     assert known_header(torch.zeros(8)) is None
-    assert repeated.decode(area_of(torch.zeros(7))) is not None
-    assert repeated.decode(area_of(torch.zeros(8))) is None
+    assert unpacked(torch.zeros(7)) is not None
+    assert unpacked(torch.zeros(8)) is None
     for _ in range(2):
         CODEC.decode(area_of(np.ones(7)))
     assert known_header(np.zeros(7)) is not None
     assert known_header(np.zeros(7, ">f8")) is None
-    assert repeated.decode(area_of(np.zeros(7))) is not None
-    assert repeated.decode(area_of(np.zeros(7, ">f8"))) is None
+    assert unpacked(np.zeros(7)) is not None
+    assert unpacked(np.zeros(7, ">f8")) is None
 
 
 @pytest.mark.parametrize(
@@ -212,11 +217,11 @@ def test_what_is_known_is_bounded() -> None:
     """A peer that sends ever other shapes costs no memory."""
     for n in range(1, 3 * repeated.MOST_HEADERS):
         CODEC.decode(area_of(torch.zeros(n, dtype=torch.uint8)))
-    assert len(repeated._headers) <= repeated.MOST_HEADERS
-    assert len(repeated._known) <= repeated.MOST_HEADERS
+    assert len(repeated.headers) <= repeated.MOST_HEADERS
+    assert len(repeated.known) <= repeated.MOST_HEADERS
     CODEC.decode(area_of({"x" * 2000: torch.zeros(1)}))
-    assert max(map(len, repeated._known)) <= repeated.LONGEST_HEADER
-    assert max(len(h) for h, _ in repeated._headers.values()) <= repeated.LONGEST_HEADER
+    assert max(map(len, repeated.known)) <= repeated.LONGEST_HEADER
+    assert max(len(h) for h, _ in repeated.headers.values()) <= repeated.LONGEST_HEADER
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
@@ -254,11 +259,11 @@ def test_a_header_that_changes_meanwhile_is_not_remembered() -> None:
     """The memory of a message that is read in place is its publisher's."""
     area, other = area_of({"x": torch.ones(4)}), area_of({"y": torch.ones(4)})
     payload = CODEC.decode(area)
-    repeated._known.clear()
+    repeated.known.clear()
     repeated.learn(other, payload, CODEC._encode_plainly)
-    assert not repeated._known
+    assert not repeated.known
     repeated.learn(area, payload, CODEC._encode_plainly)
-    assert repeated._known
+    assert repeated.known
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -182,13 +182,8 @@ class ShmConn(DescriptorConn):
         """How many descriptors of segments it keeps, which cannot be mapped."""
         return sum(isinstance(m, Unmapped) for m in self._mappings.values())
 
-    def _receive_with(self, target: memoryview) -> int:
-        try:
-            return super()._receive_with(target)
-        except OSError as error:
-            if error.errno is None:  # not the socket's: there was no descriptor for it
-                self.shm.use_spare()
-            raise
+    def _ran_out(self) -> None:
+        self.shm.use_spare()
 
     def abandon(self) -> None:
         self._mappings.clear()

@@ -22,6 +22,7 @@ from mq.mesh.copying import Borrow, counter_of
 from mq.mesh.large import Take
 from mq.mesh.stream import Stream
 from mq.mesh.wire import Chunk, Lent, Malformed
+from mq.speed import know_arrivals
 
 if TYPE_CHECKING:
     from mq.devices import Piece
@@ -383,3 +384,6 @@ class Arrivals(NamedTuple):
     newest: int
     messages: int
     nbytes: int
+
+
+know_arrivals(Run, Arrivals)

@@ -7,6 +7,7 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from mq.signals import attentive
@@ -140,8 +141,9 @@ class Poller:
         until = began + SPIN_SECONDS
         if timeout is not None and timeout < SPIN_SECONDS:
             return []
-        while time.monotonic() < until:
-            ready = self._look(0)
+        look, clock = self._look, time.monotonic
+        while clock() < until:
+            ready = look(0)
             if ready:
                 self._pause = max(1, self._pause // 2)
                 return ready
@@ -171,9 +173,7 @@ class Poller:
                 os.close(self.wake_fd)
 
 
-def _yield() -> None:
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
+_yield: Final[Callable[[], None]] = getattr(os, "sched_yield", lambda: None)
 
 
 def cores() -> int:

@@ -162,8 +162,7 @@ class Reader:
         if nbody:
             raise Malformed(f"frame {kind} with a body")
         if kind == wire.DATA:
-            # Its messages are at any address: who reads arrays in place copies them.
-            self._subscriber.data(session, memoryview(head).toreadonly())
+            self._subscriber.data(session, head)
             self._mesh.changed += 1
         elif kind == wire.LENT:
             lent = wire.parse_lent(memoryview(head))

@@ -17,6 +17,7 @@ from mq.mesh.incoming import Arrivals, Run, Source
 from mq.mesh.large import Take
 from mq.mesh.subscription import Subscription
 from mq.mesh.wire import Chunk, Malformed, Subscribed
+from mq.speed import arrive_alone
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
@@ -218,8 +219,12 @@ class Subscriber:
         source = None if known is None else known.sources.get(session)
         return None if source is None or source.confirmed else source
 
-    def data(self, session: Session, view: memoryview) -> None:
+    def data(self, session: Session, head: bytes | memoryview) -> None:
         """A batch of small messages."""
+        if arrive_alone(head, session, self._by_id, self._limit, self.inbox.fifo):
+            return
+        # Its messages are at any address: who reads arrays in place copies them.
+        view = memoryview(head).toreadonly()
         for subscription, first, times, areas in wire.runs(view, wire.HEADER_BYTES):
             source = self._source(session, subscription)
             largest = max(map(len, areas))

@@ -83,6 +83,7 @@ class DescriptorConn(StreamConn):
                         for fd in received:
                             os.set_inheritable(fd, False)
         if flags & _TRUNCATED:
+            self._ran_out()
             raise OSError(
                 "descriptors that the peer passed could not be received: this process "
                 "has as many as it may; raise `ulimit -n`"
@@ -94,6 +95,9 @@ class DescriptorConn(StreamConn):
                 "message of its took"
             )
         return count
+
+    def _ran_out(self) -> None:
+        """There was no descriptor for one that the peer passed."""
 
     def abandon(self) -> None:
         while self.descriptors:

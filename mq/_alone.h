@@ -1,0 +1,9 @@
+/* What the extension module has of _alone.c. */
+
+#include <Python.h>
+
+#pragma GCC visibility push(hidden)
+PyObject *arrive_alone(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+int intern_alone(void);
+PyObject *know_arrivals(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+#pragma GCC visibility pop

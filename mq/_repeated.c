@@ -1,0 +1,318 @@
+/* Messages of tensors and arrays like those of a message before: see mq/repeated.py. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdint.h>
+#include <string.h>
+
+#include "_repeated.h"
+
+#define ALIGNMENT 64        /* mq.frames.ALIGNMENT */
+#define INLINE (32 * 1024)  /* mq.mesh.large.INLINE_BYTES */
+#define MOST_TENSORS 16     /* mq.repeated.MOST_TENSORS */
+
+static PyObject *tensor_type, *strided, *array_type;
+static PyObject *str_data_ptr, *str_dtype, *str_is_conj, *str_is_contiguous, *str_is_cpu,
+    *str_is_neg, *str_is_nested, *str_layout, *str_nbytes, *str_requires_grad, *str_shape;
+
+/* One of the payload's: `view` is held until it is released, `values` are its own. */
+typedef struct {
+    PyObject *values;
+    Py_buffer view;
+} Part;
+
+/* Whether an attribute, or what a method returns, is this; -1: an exception. */
+static int
+is_so(PyObject *found, PyObject *wanted)
+{
+    if (found == NULL)
+        return -1;
+    Py_DECREF(found);
+    return found == wanted;
+}
+
+/* Whether its bytes are sent as they lie there: `_key` of mq/tensors.py. */
+static int
+lies_ready(PyObject *tensor)
+{
+    int so = is_so(PyObject_GetAttr(tensor, str_layout), strided);
+    if (so == 1)
+        so = is_so(PyObject_GetAttr(tensor, str_requires_grad), Py_False);
+    if (so == 1)
+        so = is_so(PyObject_GetAttr(tensor, str_is_cpu), Py_True);
+    if (so == 1)
+        so = is_so(PyObject_GetAttr(tensor, str_is_nested), Py_False);
+    if (so == 1)
+        so = is_so(PyObject_CallMethodNoArgs(tensor, str_is_conj), Py_False);
+    if (so == 1)
+        so = is_so(PyObject_CallMethodNoArgs(tensor, str_is_neg), Py_False);
+    if (so == 1)
+        so = is_so(PyObject_CallMethodNoArgs(tensor, str_is_contiguous), Py_True);
+    return so;
+}
+
+/* What the header depends on, a new reference; NULL without an exception: it is none. */
+static PyObject *
+key_of(Part *part)
+{
+    PyObject *values = part->values;
+    if ((PyObject *)Py_TYPE(values) == tensor_type) {
+        if (lies_ready(values) != 1)
+            return NULL;
+    } else if ((PyObject *)Py_TYPE(values) == array_type) {
+        if (PyObject_GetBuffer(values, &part->view, PyBUF_C_CONTIGUOUS) < 0)
+            return NULL;
+    } else {
+        return NULL;
+    }
+    PyObject *dtype = PyObject_GetAttr(values, str_dtype);
+    PyObject *shape = dtype == NULL ? NULL : PyObject_GetAttr(values, str_shape);
+    PyObject *key = shape == NULL ? NULL : PyTuple_Pack(2, dtype, shape);
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    return key;
+}
+
+/* Its bytes go to `place`, where there is so much room; how many; -1: it is another. */
+static Py_ssize_t
+put_bytes(const Part *part, char *place, Py_ssize_t room)
+{
+    if (part->view.obj != NULL) {
+        if (!part->view.len || part->view.len > room)
+            return -1;
+        memcpy(place, part->view.buf, part->view.len);
+        return part->view.len;
+    }
+    PyObject *number = PyObject_GetAttr(part->values, str_nbytes);
+    Py_ssize_t nbytes = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    Py_XDECREF(number);
+    if (nbytes <= 0 || nbytes > room)
+        return -1;
+    /* Last, for nothing may happen between the question and the copy. */
+    PyObject *pointer = PyObject_CallMethodNoArgs(part->values, str_data_ptr);
+    void *bytes = pointer == NULL ? NULL : PyLong_AsVoidPtr(pointer);
+    Py_XDECREF(pointer);
+    if (bytes == NULL) /* it has no memory */
+        return -1;
+    memcpy(place, bytes, nbytes);
+    return nbytes;
+}
+
+/* The message of this header and these parts; NULL without an exception: not that. */
+static PyObject *
+area_of(PyObject *entry, const Part *parts, Py_ssize_t count)
+{
+    PyObject *header;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(entry, "Sn", &header, &nbytes) || nbytes > INLINE)
+        return NULL;
+    Py_ssize_t end = PyBytes_GET_SIZE(header);
+    PyObject *area = end > nbytes ? NULL : PyBytes_FromStringAndSize(NULL, nbytes);
+    if (area == NULL)
+        return NULL;
+    char *bytes = PyBytes_AS_STRING(area);
+    memcpy(bytes, PyBytes_AS_STRING(header), end);
+    for (Py_ssize_t n = 0; n < count; n++) {
+        Py_ssize_t start = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        Py_ssize_t put = start > nbytes ? -1 : put_bytes(&parts[n], bytes + start, nbytes - start);
+        if (put < 0) {
+            Py_DECREF(area);
+            return NULL;
+        }
+        memset(bytes + end, 0, start - end);
+        end = start + put;
+    }
+    if (end != nbytes)
+        Py_CLEAR(area);
+    return area;
+}
+
+/* Looks the parts up; `names` are those of a dict, which precede the keys there. */
+static PyObject *
+pack_parts(PyObject *headers, PyObject **names, Part *parts, Py_ssize_t count)
+{
+    PyObject *keys[2 * MOST_TENSORS], *key = NULL, *area = NULL;
+    Py_ssize_t of_names = names == NULL ? 0 : count, known = 0;
+    while (known < count && (keys[of_names + known] = key_of(&parts[known])) != NULL)
+        known++;
+    if (known == count) {
+        if (names == NULL) {
+            key = Py_NewRef(keys[0]);
+        } else if ((key = PyTuple_New(2 * count)) != NULL) {
+            memcpy(keys, names, count * sizeof *names);
+            for (Py_ssize_t n = 0; n < 2 * count; n++)
+                PyTuple_SET_ITEM(key, n, Py_NewRef(keys[n]));
+        }
+    }
+    PyObject *entry = key == NULL ? NULL : PyDict_GetItemWithError(headers, key);
+    if (entry != NULL) {
+        Py_INCREF(entry);
+        area = area_of(entry, parts, count);
+        Py_DECREF(entry);
+    }
+    Py_XDECREF(key);
+    while (known-- > 0)
+        Py_DECREF(keys[of_names + known]);
+    return area;
+}
+
+PyObject *
+pack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "pack_repeated(payload, headers)");
+        return NULL;
+    }
+    Part parts[MOST_TENSORS] = {{NULL}};
+    PyObject *names[MOST_TENSORS], *area = NULL;
+    Py_ssize_t count = 0, at = 0;
+    if (PyDict_CheckExact(args[0])) {
+        PyObject *name, *values;
+        int sound = PyDict_GET_SIZE(args[0]) <= MOST_TENSORS;
+        while (sound && PyDict_Next(args[0], &at, &name, &values)) {
+            sound = PyUnicode_CheckExact(name);
+            names[count] = Py_NewRef(name);
+            parts[count++].values = Py_NewRef(values);
+        }
+        if (sound && count)
+            area = pack_parts(args[1], names, parts, count);
+        for (Py_ssize_t n = 0; n < count; n++) {
+            Py_DECREF(names[n]);
+            Py_DECREF(parts[n].values);
+        }
+    } else {
+        parts[count++].values = args[0];
+        area = pack_parts(args[1], NULL, parts, count);
+    }
+    for (Py_ssize_t n = 0; n < count; n++)
+        PyBuffer_Release(&parts[n].view);
+    if (area != NULL)
+        return area;
+    if (PyErr_Occurred()) { /* the twin raises it again, and says more */
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return NULL;
+        PyErr_Clear();
+    }
+    Py_RETURN_NONE;
+}
+
+/* -- the other way ---------- */
+
+static const unsigned char TABLED[4] = {'M', 'Q', 1, 1}; /* mq.frames.TABLED */
+#define TABLE_BYTES 12                                   /* prefix and two numbers */
+#define LONGEST_HEADER 1024                              /* mq.repeated.LONGEST_HEADER */
+
+static uint64_t
+u32(const unsigned char *place)
+{
+    return place[0] | place[1] << 8 | place[2] << 16 | (uint64_t)place[3] << 24;
+}
+
+/* As `header_bytes` of mq/frames.py. */
+static Py_ssize_t
+header_bytes(const Py_buffer *view)
+{
+    const unsigned char *bytes = view->buf;
+    if (view->len < TABLE_BYTES || memcmp(bytes, TABLED, sizeof TABLED) != 0)
+        return 0;
+    uint64_t count = u32(bytes + 8), end = TABLE_BYTES + 8 * count + u32(bytes + 4);
+    return count && end <= LONGEST_HEADER && end <= (uint64_t)view->len ? (Py_ssize_t)end : 0;
+}
+
+/* What a part of `_Known` makes of its bytes. */
+static PyObject *
+make(PyObject *part, PyObject *area, PyObject *read_only)
+{
+    if (!PyTuple_Check(part) || PyTuple_GET_SIZE(part) != 3)
+        return PyErr_Format(PyExc_TypeError, "a part is a maker, a start and a stop");
+    PyObject *slice = PySlice_New(PyTuple_GET_ITEM(part, 1), PyTuple_GET_ITEM(part, 2), NULL);
+    PyObject *bytes = slice == NULL ? NULL : PyObject_GetItem(area, slice);
+    Py_XDECREF(slice);
+    PyObject *args[] = {bytes, read_only};
+    PyObject *made = NULL;
+    if (bytes != NULL)
+        made = PyObject_Vectorcall(PyTuple_GET_ITEM(part, 0), args, 2, NULL);
+    Py_XDECREF(bytes);
+    return made;
+}
+
+/* The one value, or the dict of these names. */
+static PyObject *
+make_all(PyObject *names, PyObject *parts, PyObject *area, PyObject *read_only)
+{
+    if (names == Py_None)
+        return make(PyList_GET_ITEM(parts, 0), area, read_only);
+    PyObject *payload = PyDict_New();
+    for (Py_ssize_t n = 0; payload != NULL && n < PyList_GET_SIZE(parts); n++) {
+        PyObject *made = make(PyList_GET_ITEM(parts, n), area, read_only);
+        if (made == NULL || PyDict_SetItem(payload, PyList_GET_ITEM(names, n), made) < 0)
+            Py_CLEAR(payload);
+        Py_XDECREF(made);
+    }
+    return payload;
+}
+
+PyObject *
+unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !PyMemoryView_Check(args[0]) || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "unpack_repeated(area, known, read_only)");
+        return NULL;
+    }
+    const Py_buffer *view = PyMemoryView_GET_BUFFER(args[0]);
+    Py_ssize_t end = view->readonly ? 0 : header_bytes(view);
+    if (!end)
+        Py_RETURN_NONE;
+    PyObject *key = PyBytes_FromStringAndSize(view->buf, end);
+    PyObject *found = key == NULL ? NULL : PyDict_GetItemWithError(args[1], key);
+    Py_XDECREF(key);
+    if (found == NULL)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    Py_INCREF(found);
+    Py_ssize_t nbytes;
+    PyObject *names, *parts, *payload = NULL;
+    if (PyArg_ParseTuple(found, "nOO!", &nbytes, &names, &PyList_Type, &parts)) {
+        if (nbytes != view->len || !PyList_GET_SIZE(parts))
+            payload = Py_NewRef(Py_None);
+        else
+            payload = make_all(names, parts, args[0], args[2]);
+    }
+    Py_DECREF(found);
+    return payload;
+}
+
+PyObject *
+know_tensors(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "know_tensors(type, strided)");
+        return NULL;
+    }
+    Py_XSETREF(tensor_type, Py_NewRef(args[0]));
+    Py_XSETREF(strided, Py_NewRef(args[1]));
+    Py_RETURN_NONE;
+}
+
+PyObject *
+know_arrays(PyObject *module, PyObject *type)
+{
+    Py_XSETREF(array_type, Py_NewRef(type));
+    Py_RETURN_NONE;
+}
+
+int
+intern_repeated(void)
+{
+    return (str_data_ptr = PyUnicode_InternFromString("data_ptr")) != NULL
+           && (str_dtype = PyUnicode_InternFromString("dtype")) != NULL
+           && (str_is_conj = PyUnicode_InternFromString("is_conj")) != NULL
+           && (str_is_contiguous = PyUnicode_InternFromString("is_contiguous")) != NULL
+           && (str_is_cpu = PyUnicode_InternFromString("is_cpu")) != NULL
+           && (str_is_neg = PyUnicode_InternFromString("is_neg")) != NULL
+           && (str_is_nested = PyUnicode_InternFromString("is_nested")) != NULL
+           && (str_layout = PyUnicode_InternFromString("layout")) != NULL
+           && (str_nbytes = PyUnicode_InternFromString("nbytes")) != NULL
+           && (str_requires_grad = PyUnicode_InternFromString("requires_grad")) != NULL
+           && (str_shape = PyUnicode_InternFromString("shape")) != NULL;
+}

@@ -1,0 +1,11 @@
+/* What the extension module has of _repeated.c. */
+
+#include <Python.h>
+
+#pragma GCC visibility push(hidden)
+int intern_repeated(void);
+PyObject *know_arrays(PyObject *module, PyObject *type);
+PyObject *know_tensors(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *pack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+#pragma GCC visibility pop

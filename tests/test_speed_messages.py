@@ -1,0 +1,337 @@
+"""Small messages by what is compiled, and by what stands in for it."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from payload_checks import same
+
+from mq import repeated, speed
+from mq.codec import Codec
+from mq.frames import Frames
+from mq.mesh import wire
+from mq.mesh.incoming import Arrivals, Run, Source
+from mq.mesh.large import INLINE_BYTES
+
+CODEC = Codec()
+needs_compiled = pytest.mark.skipif(
+    not speed.COMPILED,
+    reason="mq._speed is not there: installed without a compiler, or MQ_COMPILED=0",
+)
+UNPACKS = [
+    repeated.unpack,
+    pytest.param(speed.unpack_repeated, id="compiled", marks=needs_compiled),
+]
+
+shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+tensors = st.builds(
+    lambda shape, dtype: torch.randn(shape).to(dtype),
+    shapes,
+    st.sampled_from([torch.float32, torch.float16, torch.int64, torch.complex64]),
+)
+arrays = st.builds(
+    lambda shape, dtype: np.random.default_rng(1).normal(size=shape).astype(dtype),
+    shapes,
+    st.sampled_from(["f4", ">f8", "i2", "?", "c16"]),
+)
+dicts = st.dictionaries(st.text(max_size=5), tensors | arrays, min_size=1, max_size=16)
+payloads = tensors | arrays | dicts
+
+
+def encoded(payload: Any) -> Frames:
+    """As by a codec that has seen none like it; afterwards its header is known."""
+    repeated.headers.clear()
+    return CODEC.encode(payload)
+
+
+def unpacked(unpack: Callable[..., Any], area: bytes) -> Any:
+    """From memory of its own."""
+    return unpack(memoryview(bytearray(area)), repeated.known, False)
+
+
+@needs_compiled
+@given(payloads)
+def test_what_is_packed_at_once_is_what_is_encoded(payload: Any) -> None:
+    """Byte by byte, pads included."""
+    area = encoded(payload).pack()
+    assert speed.pack_repeated(payload, repeated.headers) == area
+
+
+def _without_memory() -> torch.Tensor:
+    tensor = torch.zeros(6)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(3, 2).T,
+        torch.zeros(12).reshape(2, 6)[:, ::2],
+        torch.zeros(2, 3, requires_grad=True),
+        torch.nn.Parameter(torch.zeros(2, 3)),
+        torch.zeros(2, 3, device="meta"),
+        torch.zeros(2, 3).to_sparse(),
+        torch.zeros(3, 2),
+        torch.zeros(2, 3, dtype=torch.float64),
+        _without_memory().reshape(6),
+        np.zeros((2, 3), "f4"),
+        np.zeros((3, 2), "f8").T,
+        [torch.zeros(2, 3)],
+        {},
+        {"a": 1.0},
+        {1: torch.zeros(2, 3)},
+        {"b": torch.zeros(2, 3)},
+        {"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)},
+        {str(n): torch.zeros(2, 3) for n in range(17)},
+        None,
+        "text",
+    ],
+    ids=lambda other: "",
+)
+def test_what_is_not_as_one_before_is_left_to_the_codec(other: Any) -> None:
+    """Whatever it is, and nothing is raised."""
+    for known in (
+        torch.zeros(2, 3),
+        torch.zeros(6),
+        np.zeros((2, 3)),
+        {"a": torch.zeros(2, 3)},
+    ):
+        CODEC.encode(known)
+    if isinstance(other, dict) and list(other) == ["a", "b"]:
+        repeated.headers.clear()
+    assert speed.pack_repeated(other, repeated.headers) is None
+
+
+@needs_compiled
+def test_conjugates_and_transforms_are_left_to_the_codec() -> None:
+    """They look like the tensor that they are not."""
+    plain = torch.ones(4, dtype=torch.complex64)
+    CODEC.encode(plain)
+    CODEC.encode(torch.ones(4))
+    assert speed.pack_repeated(plain, repeated.headers) is not None
+    assert speed.pack_repeated(plain.conj(), repeated.headers) is None
+    assert speed.pack_repeated(plain.conj().imag, repeated.headers) is None
+    seen = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(speed.pack_repeated(tensor, repeated.headers))
+        return tensor
+
+    torch.func.vmap(look)(torch.ones(3, 4))
+    assert seen == [None]
+
+
+@needs_compiled
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_left_to_the_codec() -> None:
+    """They have no shape."""
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    assert speed.pack_repeated(nested, repeated.headers) is None
+
+
+@needs_compiled
+def test_large_ones_are_not_copied() -> None:
+    """They are sent from where they lie."""
+    most = (INLINE_BYTES - 64) // 4
+    for count, packed in ((most, True), (most + 1, False)):
+        tensor = torch.ones(count)
+        frames = encoded(tensor)
+        assert (frames.nbytes <= INLINE_BYTES) is packed
+        found = speed.pack_repeated(tensor, repeated.headers)
+        assert (found is not None) is packed
+        assert bool(CODEC.encode(tensor).buffers) is not packed
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "entry",
+    [
+        (b"short", 10_000),
+        (b"x" * 64, 64),
+        (b"x" * 64, 64 + 25),
+        (b"x" * 64, 64 + 23),
+        (b"x" * 64, 0),
+    ],
+)
+def test_a_header_that_does_not_fit_its_tensor_is_not_used(
+    entry: tuple[bytes, int],
+) -> None:
+    """Nothing is written beyond the message."""
+    tensor = torch.ones(6)
+    key = (tensor.dtype, tensor.shape)
+    assert speed.pack_repeated(tensor, {key: (b"x" * 64, 64 + 24)}) is not None
+    assert speed.pack_repeated(tensor, {key: entry}) is None
+
+
+@pytest.mark.parametrize("unpack", UNPACKS)
+@given(payload=payloads)
+def test_what_is_known_is_unpacked_as_it_was(
+    unpack: Callable[..., Any], payload: Any
+) -> None:
+    """The first of its kind is not."""
+    repeated.known.clear()
+    area = encoded(payload).pack()
+    assert unpacked(unpack, area) is None
+    CODEC.decode(memoryview(bytearray(area)))
+    found = unpacked(unpack, area)
+    assert found is None if not repeated.known else same(found, payload)
+
+
+@pytest.mark.parametrize("unpack", UNPACKS)
+def test_what_is_not_as_one_before_is_not_unpacked(unpack: Callable[..., Any]) -> None:
+    """Nor is what can be no message, or may not be written to."""
+    area = encoded({"a": torch.ones(3), "b": np.ones(2)}).pack()
+    CODEC.decode(memoryview(bytearray(area)))
+    assert unpacked(unpack, area) is not None
+    for other in (
+        b"",
+        area[:11],
+        area[:-1],
+        area + b"\0",
+        b"MQ\1\0" + area[4:],
+        area[:4] + struct.pack("<I", 2**32 - 1) + area[8:],
+        area[:8] + struct.pack("<I", 2**32 - 1) + area[12:],
+        area[:8] + struct.pack("<I", 0) + area[12:],
+        area.replace(b"a", b"c", 1),
+    ):
+        assert unpacked(unpack, other) is None
+    assert unpack(memoryview(area), repeated.known, False) is None
+
+
+@pytest.mark.parametrize("unpack", UNPACKS)
+def test_arrays_are_made_read_only_on_demand(unpack: Callable[..., Any]) -> None:
+    """As for who reads in place."""
+    area = encoded(np.ones(4)).pack()
+    CODEC.decode(memoryview(bytearray(area)))
+    view = memoryview(bytearray(area))
+    for read_only in (False, True):
+        found = unpack(view, repeated.known, read_only)
+        assert found.flags.writeable is not read_only
+
+
+# -- arrival ----------
+
+AREA = b"MQ\1\0\xc0"
+ID = 3
+
+
+class Inbox:
+    """What `arrive_alone` puts a message into, and where it looks before."""
+
+    def __init__(self, **changed: Any) -> None:
+        self.session = object()
+        self.fifo: deque[Any] = deque()
+        self.subscription: Any = SimpleNamespace(keep=None, id=ID, sources={})
+        self.source = Source(self.subscription, self.session)  # type: ignore[arg-type]
+        self.subscription.sources[self.session] = self.source
+        self.source.active = True
+        self.source.granted_messages, self.source.granted_bytes = 8, 1000
+        self.source.arrivals.append(Arrivals(6, 5, 100))
+        for name, value in changed.items():
+            setattr(self.source, name, value)
+
+    def arrive(self, head: Any, limit: int = 1000) -> bool:
+        """Whether it did."""
+        by_id = {ID: self.subscription}
+        done = speed.arrive_alone(head, self.session, by_id, limit, self.fifo)
+        return bool(done)
+
+
+def data(
+    first: int = 7, *areas: bytes, subscription: int = ID, more: bytes = b""
+) -> bytes:
+    """A DATA frame of one run."""
+    areas = areas or (AREA,)
+    run = wire.pack_run(subscription, first, [1.5] * len(areas), areas)
+    return wire.HEADER.pack(wire.DATA, 0, 0, 1, 0) + b"".join(run) + more
+
+
+@needs_compiled
+def test_the_next_message_arrives_as_if_not_alone() -> None:
+    """The run that `Source.arrived` would have put there, and the same counts."""
+    inbox, other = Inbox(), Inbox()
+    assert inbox.arrive(data())
+    (run,) = inbox.fifo
+    view = memoryview(AREA)
+    other.source.arrived(other.fifo, Run(inbox.source, 7, (1.5,), [view]))
+    assert type(run) is Run
+    for name in Run.__slots__:
+        assert getattr(run, name) == getattr(other.fifo[0], name)
+    assert run.areas[0].readonly
+    assert inbox.source.arrivals == other.source.arrivals
+    assert type(inbox.source.arrivals[0]) is Arrivals
+    assert inbox.arrive(data(8))
+    assert [run.first for run in inbox.fifo] == [7, 8]
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    ("head", "changed"),
+    [
+        (memoryview(data()), {}),
+        (data(7, AREA, AREA), {}),
+        (data(more=data()[wire.HEADER_BYTES :]), {}),
+        (data()[:-1], {}),
+        (data()[:40], {}),
+        (data()[: wire.HEADER_BYTES], {}),
+        (data(6), {}),
+        (data(8), {}),
+        (data(2**63 - 1), {"arrivals": deque([Arrivals(2**63 - 2, 5, 100)])}),
+        (data(2**64 - 1), {}),
+        (data(subscription=4), {}),
+        (data(7, bytes(1001)), {}),
+        (data(), {"active": False}),
+        (data(), {"granted_messages": 5}),
+        (data(), {"granted_bytes": 100}),
+        (data(), {"arrivals": deque()}),
+    ],
+    ids=[
+        "no bytes",
+        "two",
+        "two runs",
+        "cut off",
+        "no head of a run",
+        "no run",
+        "again",
+        "gap",
+        "last",
+        "beyond the last",
+        "unknown",
+        "too large",
+        "not active",
+        "no messages left",
+        "no bytes left",
+        "not answered",
+    ],
+)
+def test_what_is_not_that_simple_is_left_to_the_mesh(
+    head: Any, changed: dict[str, Any]
+) -> None:
+    """Nothing has changed then, and nothing is raised."""
+    inbox = Inbox(**changed)
+    before = list(inbox.source.arrivals)
+    assert not inbox.arrive(head)
+    assert not inbox.fifo
+    assert list(inbox.source.arrivals) == before
+
+
+@needs_compiled
+def test_who_keeps_the_last_or_is_not_known_is_left_to_the_mesh() -> None:
+    """There the newest takes the place of another, or it is an error."""
+    inbox = Inbox()
+    inbox.subscription.keep = 1
+    assert not inbox.arrive(data())
+    inbox = Inbox()
+    inbox.subscription.sources.clear()
+    assert not inbox.arrive(data())
