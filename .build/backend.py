@@ -12,10 +12,10 @@ from setuptools.build_meta import *  # noqa: F403  the hooks that pip calls
 
 SPEED = setuptools.Extension(
     "mq._speed",
-    [f"mq/_{name}.c" for name in ("speed", "alone", "lock", "repeated")],
+    [f"mq/_{name}.c" for name in ("speed", "alone", "lock", "passing", "repeated")],
     # So that a source distribution has them.
     depends=[
-        *(f"mq/_{name}.h" for name in ("alone", "lock", "repeated")),
+        *(f"mq/_{name}.h" for name in ("alone", "lock", "passing", "repeated")),
         ".build/backend.py",
     ],
     extra_compile_args=["-O3", "-std=c11", "-pthread"],

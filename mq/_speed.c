@@ -23,6 +23,7 @@
 
 #include "_alone.h"
 #include "_lock.h"
+#include "_passing.h"
 #include "_repeated.h"
 
 #ifdef __SSE2__
@@ -1128,6 +1129,7 @@ static PyMethodDef methods[] = {
     {"hold_signals", hold_signals, METH_O, NULL},
     {"signal_waits", signal_waits, METH_NOARGS, NULL},
     {"arrive_alone", (PyCFunction)(void (*)(void))arrive_alone, METH_FASTCALL, NULL},
+    {"receive_passing", (PyCFunction)(void (*)(void))receive_passing, METH_FASTCALL, NULL},
     {"know_arrivals", (PyCFunction)(void (*)(void))know_arrivals, METH_FASTCALL, NULL},
     {"know_arrays", know_arrays, METH_O, NULL},
     {"know_tensors", (PyCFunction)(void (*)(void))know_tensors, METH_FASTCALL, NULL},

@@ -1,3 +1,4 @@
+import socket
 import threading
 from collections import deque
 from typing import Any
@@ -6,6 +7,7 @@ from mq.bell import Bell as Bell
 from mq.mesh.gate import Gate as Gate
 from mq.mesh.ready import PopReady
 from mq.plain import DecodeRun
+from mq.stream.passing import Received
 
 decode_run: DecodeRun
 pop_ready: PopReady
@@ -33,6 +35,7 @@ def arrive_alone(
     fifo: deque[Any],
     /,
 ) -> bool: ...
+def receive_passing(sock: socket.socket, target: memoryview, /) -> Received: ...
 def know_arrivals(run: type, arrivals: type, /) -> None: ...
 def know_arrays(type: type, /) -> None: ...
 def know_tensors(type: type, strided: Any, /) -> None: ...

@@ -7,6 +7,7 @@ in the environment Python is used all the same.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from collections import deque
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mq import bell, plain, repeated
 from mq.mesh import gate, ready
+from mq.stream import passing
 
 try:
     if os.environ.get("MQ_COMPILED") == "0":
@@ -179,3 +181,6 @@ Args:
     The message; by their headers, how those are decoded; whether to make arrays
     read-only.
 """
+receive_passing: Final[Callable[[socket.socket, memoryview], passing.Received]] = (
+    _speed.receive_passing if COMPILED else passing.receive_passing
+)

@@ -15,6 +15,7 @@ import pytest
 from link_world import PATIENCE, World
 
 from mq.mesh.poller import Poller
+from mq.stream import passing
 from mq.stream.conn import StreamConn
 from mq.stream.descriptors import DescriptorConn, peer_user
 from mq.stream.link import StreamLink
@@ -387,7 +388,9 @@ def test_descriptors_arrive_with_their_message_and_in_order(
     Also on systems where `recvmsg` cannot see to that.
     """
     if not flag:
-        monkeypatch.setattr("mq.stream.descriptors._CLOEXEC", 0)
+        monkeypatch.setattr("mq.stream.passing._CLOEXEC", 0)
+        in_python = "mq.stream.descriptors.receive_passing"
+        monkeypatch.setattr(in_python, passing.receive_passing)
     with unix() as world, files(6) as made:
         dialled, accepted = both_ends(world)
         world.members[1].reading = False

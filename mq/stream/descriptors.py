@@ -10,18 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from mq.speed import receive_passing
 from mq.stream.conn import StreamConn
 from mq.transport import What
 
 if TYPE_CHECKING:
     from mq.stream.link import StreamLink
 
-_KERNEL_MOST: Final = 253
-"""Descriptors that the kernel passes with one call at most."""
-_ROOM: Final = socket.CMSG_SPACE(_KERNEL_MOST * array("i").itemsize)
-# As numbers: socket's enumerations take microseconds to combine.
-_CLOEXEC: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # macOS has none
-_TRUNCATED: Final = int(socket.MSG_CTRUNC)
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
@@ -72,17 +67,12 @@ class DescriptorConn(StreamConn):
     def _receive_with(self, target: memoryview) -> int:
         """`recv_into` that keeps the descriptors that come with the bytes."""
         assert self._socket is not None
-        count, extras, flags, _ = self._socket.recvmsg_into((target,), _ROOM, _CLOEXEC)
-        if extras:
-            for level, kind, data in extras:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    whole = len(data) - len(data) % array("i").itemsize
-                    received = array("i", data[:whole])
-                    self.descriptors.extend(received)
-                    if not _CLOEXEC:
-                        for fd in received:
-                            os.set_inheritable(fd, False)
-        if flags & _TRUNCATED:
+        found = receive_passing(self._socket, target)
+        if isinstance(found, int):
+            return found
+        count, descriptors, truncated = found
+        self.descriptors.extend(descriptors)
+        if truncated:
             self._ran_out()
             raise OSError(
                 "descriptors that the peer passed could not be received: this process "
