@@ -199,6 +199,28 @@ pack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 /* -- the other way ---------- */
 
+PyObject *
+take_aligned(PyObject *module, PyObject *size)
+{
+    Py_ssize_t nbytes = PyLong_AsSsize_t(size);
+    if (nbytes < 0 || nbytes > PY_SSIZE_T_MAX - ALIGNMENT)
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    PyObject *memory = PyByteArray_FromStringAndSize(NULL, nbytes + ALIGNMENT);
+    if (memory == NULL)
+        return NULL;
+    Py_ssize_t first = -(uintptr_t)PyByteArray_AS_STRING(memory) % ALIGNMENT;
+    PyObject *whole = PyMemoryView_FromObject(memory);
+    PyObject *start = PyLong_FromSsize_t(first), *stop = PyLong_FromSsize_t(first + nbytes);
+    PyObject *slice = start == NULL || stop == NULL ? NULL : PySlice_New(start, stop, NULL);
+    PyObject *area = slice == NULL || whole == NULL ? NULL : PyObject_GetItem(whole, slice);
+    Py_DECREF(memory);
+    Py_XDECREF(whole);
+    Py_XDECREF(start);
+    Py_XDECREF(stop);
+    Py_XDECREF(slice);
+    return area;
+}
+
 static const unsigned char TABLED[4] = {'M', 'Q', 1, 1}; /* mq.frames.TABLED */
 #define TABLE_BYTES 12                                   /* prefix and two numbers */
 #define LONGEST_HEADER 1024                              /* mq.repeated.LONGEST_HEADER */

@@ -7,5 +7,6 @@ int intern_repeated(void);
 PyObject *know_arrays(PyObject *module, PyObject *type);
 PyObject *know_tensors(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *pack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *take_aligned(PyObject *module, PyObject *size);
 PyObject *unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 #pragma GCC visibility pop

@@ -1133,6 +1133,7 @@ static PyMethodDef methods[] = {
     {"know_arrivals", (PyCFunction)(void (*)(void))know_arrivals, METH_FASTCALL, NULL},
     {"know_arrays", know_arrays, METH_O, NULL},
     {"know_tensors", (PyCFunction)(void (*)(void))know_tensors, METH_FASTCALL, NULL},
+    {"take_aligned", take_aligned, METH_O, NULL},
     {"unpack_repeated", (PyCFunction)(void (*)(void))unpack_repeated, METH_FASTCALL, NULL},
     {"pack_repeated", (PyCFunction)(void (*)(void))pack_repeated, METH_FASTCALL, NULL},
     {NULL},

@@ -23,9 +23,8 @@ import numpy as np
 from mq import speed
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    pass
 
-ALIGNMENT: Final = 64
 REGION_BYTES: Final = 128 * 1024
 """Buffers of this many bytes and more are mapped and pooled; others are allocated."""
 
@@ -156,15 +155,14 @@ class Pool:
         """A writable buffer of any content.
 
         Returns:
-            1-D, format 'B', of exactly `nbytes` bytes, aligned to `ALIGNMENT`; fewer
-            than `REGION_BYTES` to `frames.ARRAY_ALIGNMENT` alone.
+            1-D, format 'B', of exactly `nbytes` bytes, aligned to `ALIGNMENT`.
 
         Raises:
             MemoryError: The system has no such memory.
         """
         if nbytes < REGION_BYTES:
             self._small += 1  # a count lost to a race does not matter
-            return _small(nbytes)
+            return speed.take_aligned(nbytes)
         size = class_bytes(nbytes)
         with self._lock:
             self._collect()
@@ -288,12 +286,6 @@ def _map_region(size: int) -> mmap.mmap:
         except OSError:  # a kernel without huge pages
             pass
     return region
-
-
-def _small(nbytes: int) -> memoryview:
-    # As malloc aligns it; to ask NumPy where it is takes longer than all the rest.
-    memory: npt.NDArray[np.uint8] = np.empty(nbytes, np.uint8)
-    return memory.data
 
 
 def keep(memory: memoryview) -> memoryview:

@@ -16,7 +16,6 @@ from test_devices import CARRIED, staged_of
 from torch.overrides import TorchFunctionMode
 
 import mq
-from mq import repeated
 from mq.mesh.incoming import Run
 from mq.mesh.outgoing import Outgoing
 
@@ -174,7 +173,7 @@ def test_nothing_but_a_message_is_to_blame_for_what_it_raises(
     def fail(*_: object) -> None:
         raise RuntimeError("out of something")
 
-    monkeypatch.setattr(repeated, "decode", fail)
+    monkeypatch.setattr("mq.codec.unpack_repeated", fail)
     assert CODEC.decode_ahead(area_of(CODEC.encode(torch.ones(3)))) == ()
 
 

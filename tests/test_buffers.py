@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mq import buffers, signals, speed
-from mq.buffers import ALIGNMENT, REGION_BYTES, Pool, class_bytes, keep
-from mq.frames import ARRAY_ALIGNMENT
+from mq.buffers import REGION_BYTES, Pool, class_bytes, keep
+from mq.frames import ALIGNMENT
 
 MIB = 1 << 20
 
@@ -32,12 +32,11 @@ def address(view: memoryview) -> int:
     "nbytes", [0, 1, 63, 4096, REGION_BYTES - 1, REGION_BYTES, MIB + 1]
 )
 def test_a_buffer_is_writable_aligned_and_of_the_size_asked_for(nbytes: int) -> None:
-    """`take` gives 1-D bytes of exactly that size, at a multiple of 64 where large."""
+    """`take` gives 1-D bytes of exactly that size at a multiple of 64."""
     view = Pool(MIB).take(nbytes)
     assert (view.nbytes, view.format, view.ndim) == (nbytes, "B", 1)
     assert not view.readonly
-    alignment = ALIGNMENT if nbytes >= REGION_BYTES else ARRAY_ALIGNMENT
-    assert nbytes == 0 or address(view) % alignment == 0
+    assert nbytes == 0 or address(view) % ALIGNMENT == 0
     view[:] = b"\xa5" * nbytes
     assert bytes(view) == b"\xa5" * nbytes
 

@@ -17,7 +17,8 @@ from payload_checks import same
 
 from mq import repeated, speed
 from mq.codec import Codec
-from mq.frames import Frames
+from mq.frames import ALIGNMENT, Frames
+from mq.mappings import address
 from mq.mesh import wire
 from mq.mesh.incoming import Arrivals, Run, Source
 from mq.mesh.large import INLINE_BYTES
@@ -335,3 +336,26 @@ def test_who_keeps_the_last_or_is_not_known_is_left_to_the_mesh() -> None:
     inbox = Inbox()
     inbox.subscription.sources.clear()
     assert not inbox.arrive(data())
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        speed._take_aligned,
+        pytest.param(speed.take_aligned, id="compiled", marks=needs_compiled),
+    ],
+)
+def test_small_memory_is_aligned_whatever_its_size(
+    take: Callable[[int], memoryview],
+) -> None:
+    """Writable bytes of exactly that size, at a multiple of 64, of its own."""
+    taken = [take(nbytes) for nbytes in (0, 1, 63, 64, 65, 500, 513, 4096, 100_001)]
+    for view in taken:
+        assert (view.format, view.ndim, view.readonly) == ("B", 1, False)
+        assert not view.nbytes or address(view) % ALIGNMENT == 0
+        view[:] = bytes([len(view) % 251]) * len(view)
+    for view in taken:
+        assert set(view) <= {len(view) % 251}
+    for wrong in (2**62, "1"):
+        with pytest.raises((MemoryError, TypeError)):
+            take(wrong)  # type: ignore[arg-type]
