@@ -199,12 +199,9 @@ pack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 /* -- the other way ---------- */
 
-PyObject *
-take_aligned(PyObject *module, PyObject *size)
+static PyObject *
+aligned(Py_ssize_t nbytes)
 {
-    Py_ssize_t nbytes = PyLong_AsSsize_t(size);
-    if (nbytes < 0 || nbytes > PY_SSIZE_T_MAX - ALIGNMENT)
-        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     PyObject *memory = PyByteArray_FromStringAndSize(NULL, nbytes + ALIGNMENT);
     if (memory == NULL)
         return NULL;
@@ -219,6 +216,15 @@ take_aligned(PyObject *module, PyObject *size)
     Py_XDECREF(stop);
     Py_XDECREF(slice);
     return area;
+}
+
+PyObject *
+take_aligned(PyObject *module, PyObject *size)
+{
+    Py_ssize_t nbytes = PyLong_AsSsize_t(size);
+    if (nbytes < 0 || nbytes > PY_SSIZE_T_MAX - ALIGNMENT)
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    return aligned(nbytes);
 }
 
 static const unsigned char TABLED[4] = {'M', 'Q', 1, 1}; /* mq.frames.TABLED */
@@ -283,7 +289,7 @@ unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     const Py_buffer *view = PyMemoryView_GET_BUFFER(args[0]);
-    Py_ssize_t end = view->readonly ? 0 : header_bytes(view);
+    Py_ssize_t end = header_bytes(view);
     if (!end)
         Py_RETURN_NONE;
     PyObject *key = PyBytes_FromStringAndSize(view->buf, end);
@@ -293,12 +299,17 @@ unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     Py_INCREF(found);
     Py_ssize_t nbytes;
-    PyObject *names, *parts, *payload = NULL;
+    PyObject *names, *parts, *area = NULL, *payload = NULL;
     if (PyArg_ParseTuple(found, "nOO!", &nbytes, &names, &PyList_Type, &parts)) {
         if (nbytes != view->len || !PyList_GET_SIZE(parts))
             payload = Py_NewRef(Py_None);
-        else
-            payload = make_all(names, parts, args[0], args[2]);
+        else if (!view->readonly)
+            area = Py_NewRef(args[0]);
+        else if ((area = aligned(nbytes)) != NULL)
+            memcpy(PyMemoryView_GET_BUFFER(area)->buf, view->buf, nbytes);
+        if (area != NULL)
+            payload = make_all(names, parts, area, args[2]);
+        Py_XDECREF(area);
     }
     Py_DECREF(found);
     return payload;

@@ -339,7 +339,7 @@ class BlockingQueue(Membership):
             source.ahead = (pause - 1, next_pause)
             return []
         for area, published_at in zip(areas[:MOST_AHEAD], times, strict=False):
-            payload = self._decode_early(area)
+            payload = self._decode_ahead(area) if area.readonly else ()  # in a batch
             if not payload:
                 break
             sequence = first + len(messages)
@@ -348,15 +348,6 @@ class BlockingQueue(Membership):
         more = min(2 * next_pause, LONGEST_PAUSE)
         source.ahead = (0, 1) if messages else (next_pause - 1, more)
         return messages
-
-    def _decode_early(self, area: memoryview) -> tuple[Any, ...]:
-        if not area.readonly:  # it does not lie in a batch
-            return ()
-        try:
-            own, _ = self._settle(area, self._pool, False)
-        except MemoryError:  # `recv` raises it
-            return ()
-        return self._decode_ahead(own)
 
     def _message(self, entry: Entry) -> Message:
         source, sequence, published_at, area = entry
@@ -367,7 +358,9 @@ class BlockingQueue(Membership):
         try:
             if type(area) is memoryview:
                 area, in_place = self._settle(area, self._pool, subscription.zero_copy)
-            payload = self._decode(area, device=subscription.device, read_only=in_place)
+            payload = self._decode(
+                area, device=subscription.device, read_only=in_place, own=True
+            )
         except _CodecError as error:
             subscription.stats.refused += 1
             kind = UntrustedPayload if isinstance(error, UntrustedPayload) else None

@@ -27,7 +27,6 @@ import numpy as np
 
 from mq import speed
 from mq.buffers import Pool, copy
-from mq.frames import has_buffers
 from mq.mappings import address, discard, map_descriptor
 
 Take = Callable[[int], memoryview]
@@ -322,20 +321,15 @@ def arm(area: memoryview, returns: Returns, key: Key) -> None:
 def settle(area: memoryview, pool: Pool, zero_copy: bool) -> tuple[memoryview, bool]:
     """Where to decode a message: where it is, or in a copy of the receiver's own.
 
-    Args:
-        area: Read-only where it lies in a batch, and so at any address.
-
     Returns:
         The area, and whether it is the publisher's memory.
     """
-    nbytes = len(area)
     lease = area.obj
-    if isinstance(lease, _Borrowed) and zero_copy:
+    if not isinstance(lease, _Borrowed):
+        return area, False
+    if zero_copy:
         lease.ending.shown = True
         return area, True
-    if isinstance(lease, _Borrowed) or (area.readonly and has_buffers(area)):
-        # It has buffers and lies in a batch, or it belongs to the publisher.
-        own = pool.take(nbytes)
-        copy(area, own)
-        return own, False
-    return area, False
+    own = pool.take(len(area))
+    copy(area, own)
+    return own, False

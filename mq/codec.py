@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 from mq import extensions as ext
 from mq import frames, packing, repeated, safe_types
 from mq.errors import CodecError
-from mq.frames import Frames, Spread
+from mq.frames import Frames, Spread, has_buffers
 from mq.plain import decode_plain, is_plain
 from mq.safe_types import add_safe_types
-from mq.speed import encode_plain, pack_repeated, unpack_repeated
+from mq.speed import encode_plain, pack_repeated, take_aligned, unpack_repeated
 from mq.unpacking import MALFORMED, Unpacker
 
 if TYPE_CHECKING:
@@ -168,15 +168,18 @@ class Codec:
         *,
         device: str | None = None,
         read_only: bool = False,
+        own: bool = False,
     ) -> Any:
         """Decode a message that may come from anybody.
 
         Args:
             area: 1-D, format 'B', contiguous, owned by this message. Where the message
-                has buffers, writable and aligned to `frames.ARRAY_ALIGNMENT` bytes:
+                has buffers, and is writable, aligned to `frames.ARRAY_ALIGNMENT` bytes:
                 arrays and tensors are views of it and keep it alive.
             device: Where tensors are copied to; None leaves them where they arrived.
             read_only: Make arrays read-only; torch has no such tensors.
+            own: Whether of a read-only message, which then may be at any address, a
+                copy is decoded.
 
         Returns:
             The payload. It takes up to about a hundred times the memory of the
@@ -187,7 +190,7 @@ class Codec:
             UntrustedPayload: It needs a type or the permission that is missing here.
         """
         try:
-            return self._decode(area, device, read_only)
+            return self._decode(area, device, read_only, own)
         except CodecError:
             raise
         except MALFORMED as error:
@@ -201,14 +204,14 @@ class Codec:
         """The payload of a message, if that is quick and runs no application's code.
 
         Args:
-            area: As for `decode`.
+            area: As for `decode`; of a read-only one a copy is decoded.
 
         Returns:
             Only the payload; nothing where `decode` is to do it, or to say what is
             the matter.
         """
         try:
-            return (self._decode(area, None, False, ahead=True),)
+            return (self._decode(area, None, False, own=True, ahead=True),)
         except Exception:
             return ()
 
@@ -217,6 +220,7 @@ class Codec:
         area: memoryview | Spread,
         device: str | None,
         read_only: bool,
+        own: bool,
         ahead: bool = False,
     ) -> Any:
         apart: Sequence[Landing] = ()
@@ -225,10 +229,14 @@ class Codec:
             area = area.host
         if is_plain(area) and not apart:
             return decode_plain(_copied(area) if read_only else area)
-        if not apart and device is None:
+        copies = own and area.readonly
+        if not apart and device is None and (copies or not area.readonly):
             payload = unpack_repeated(area, repeated.known, read_only)
             if payload is not None:
                 return payload
+        if copies and has_buffers(area):
+            shared, area = area, take_aligned(len(area))
+            area[:] = shared
         skeleton, buffers, areas = frames.split(area, apart)
         if read_only:
             skeleton = _copied(skeleton)

@@ -140,17 +140,33 @@ def learn_header(payload: Any, tensors: Sequence[Any], encoded: frames.Frames) -
         headers[key] = encoded.header, encoded.nbytes
 
 
-def unpack(area: memoryview, known: dict[bytes, Known], read_only: bool) -> Any:
-    """The payload that `learn` saw with this header; None: it saw none.
+def take_aligned(nbytes: int) -> memoryview:
+    """So many bytes of memory at a multiple of `frames.ALIGNMENT`, of any content.
 
     The compiled twin is in ``_repeated.c``.
     """
+    import numpy as np
+
+    memory = np.empty(nbytes + frames.ALIGNMENT, np.uint8)
+    start: int = -memory.__array_interface__["data"][0] % frames.ALIGNMENT
+    return memory.data[start : start + nbytes]
+
+
+def unpack(area: memoryview, known: dict[bytes, Known], read_only: bool) -> Any:
+    """The payload that `learn` saw with this header; None: it saw none.
+
+    Of what is read-only a copy is unpacked. The compiled twin is in ``_repeated.c``.
+    """
     end = frames.header_bytes(area, LONGEST_HEADER)
-    if not end or area.readonly:
+    if not end:
         return None
     found = known.get(bytes(area[:end]))
     if found is None or found.nbytes != len(area):
         return None
+    if area.readonly:
+        own = take_aligned(found.nbytes)
+        own[:] = area
+        area = own
     made = [make(area[start:stop], read_only) for make, start, stop in found.parts]
     return made[0] if found.names is None else dict(zip(found.names, made, strict=True))
 

@@ -16,7 +16,6 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
 from mq import bell, plain, repeated
-from mq.frames import ALIGNMENT
 from mq.mesh import gate, ready
 from mq.stream import passing
 
@@ -65,14 +64,6 @@ def _follow(
 def _decode_run(*run: Any) -> list[Message]:
     found: list[Message] = _speed.decode_run(*run)
     return found or plain.decode_run(*run)  # which takes what is rare
-
-
-def _take_aligned(nbytes: int) -> memoryview:
-    import numpy as np
-
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start: int = -memory.__array_interface__["data"][0] % ALIGNMENT
-    return memory.data[start : start + nbytes]
 
 
 def _may_be_mine(lock: threading.Lock) -> bool:
@@ -194,6 +185,5 @@ receive_passing: Final[Callable[[socket.socket, memoryview], passing.Received]] 
     _speed.receive_passing if COMPILED else passing.receive_passing
 )
 take_aligned: Final[Callable[[int], memoryview]] = (
-    _speed.take_aligned if COMPILED else _take_aligned
+    _speed.take_aligned if COMPILED else repeated.take_aligned
 )
-"""So many bytes of memory at a multiple of `ALIGNMENT`, writable, of any content."""

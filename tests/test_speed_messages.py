@@ -191,7 +191,7 @@ def test_what_is_known_is_unpacked_as_it_was(
 
 @pytest.mark.parametrize("unpack", UNPACKS)
 def test_what_is_not_as_one_before_is_not_unpacked(unpack: Callable[..., Any]) -> None:
-    """Nor is what can be no message, or may not be written to."""
+    """Nor is what can be no message."""
     area = encoded({"a": torch.ones(3), "b": np.ones(2)}).pack()
     CODEC.decode(memoryview(bytearray(area)))
     assert unpacked(unpack, area) is not None
@@ -207,7 +207,21 @@ def test_what_is_not_as_one_before_is_not_unpacked(unpack: Callable[..., Any]) -
         area.replace(b"a", b"c", 1),
     ):
         assert unpacked(unpack, other) is None
-    assert unpack(memoryview(area), repeated.known, False) is None
+
+
+@pytest.mark.parametrize("unpack", UNPACKS)
+def test_of_what_is_read_only_a_copy_is_unpacked(unpack: Callable[..., Any]) -> None:
+    """At any address; each time another, aligned and writable."""
+    area = encoded({"a": torch.ones(3), "b": np.ones(2)}).pack()
+    CODEC.decode(memoryview(bytearray(area)))
+    for shift in range(3):
+        moved = memoryview(bytes(shift) + area)[shift:]
+        one, other = (unpack(moved, repeated.known, False) for _ in range(2))
+        assert one["a"].data_ptr() % ALIGNMENT == 0
+        one["a"] += 1
+        one["b"] += 1
+        assert bytes(moved) == area
+        assert same(other, {"a": torch.ones(3), "b": np.ones(2)})
 
 
 @pytest.mark.parametrize("unpack", UNPACKS)
@@ -341,7 +355,7 @@ def test_who_keeps_the_last_or_is_not_known_is_left_to_the_mesh() -> None:
 @pytest.mark.parametrize(
     "take",
     [
-        speed._take_aligned,
+        repeated.take_aligned,
         pytest.param(speed.take_aligned, id="compiled", marks=needs_compiled),
     ],
 )
