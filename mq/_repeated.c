@@ -242,6 +242,8 @@ static Py_ssize_t
 header_bytes(const Py_buffer *view)
 {
     const unsigned char *bytes = view->buf;
+    if (view->itemsize != 1 || view->ndim != 1 || !PyBuffer_IsContiguous(view, 'C'))
+        return 0;
     if (view->len < TABLE_BYTES || memcmp(bytes, TABLED, sizeof TABLED) != 0)
         return 0;
     uint64_t count = u32(bytes + 8), end = TABLE_BYTES + 8 * count + u32(bytes + 4);

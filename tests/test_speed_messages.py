@@ -224,6 +224,20 @@ def test_of_what_is_read_only_a_copy_is_unpacked(unpack: Callable[..., Any]) -> 
         assert same(other, {"a": torch.ones(3), "b": np.ones(2)})
 
 
+@needs_compiled
+def test_only_bytes_in_a_row_are_unpacked() -> None:
+    """Nothing beside them is read."""
+    area = encoded(torch.ones(4)).pack()
+    CODEC.decode(memoryview(bytearray(area)))
+    spread = bytearray(2 * len(area))
+    spread[::2] = area
+    back = memoryview(bytearray(area[::-1]))[::-1]
+    wide = memoryview(bytearray(area)).cast("I")
+    for view in (memoryview(spread)[::2], back, wide):
+        assert bytes(view) == area
+        assert speed.unpack_repeated(view, repeated.known, False) is None
+
+
 @pytest.mark.parametrize("unpack", UNPACKS)
 def test_arrays_are_made_read_only_on_demand(unpack: Callable[..., Any]) -> None:
     """As for who reads in place."""
