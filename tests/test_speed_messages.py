@@ -24,6 +24,7 @@ from mq.mesh.incoming import Arrivals, Run, Source
 from mq.mesh.large import INLINE_BYTES
 
 CODEC = Codec()
+CODEC.encode([torch.zeros(1), np.zeros(1)])  # what knows them is loaded by their first
 needs_compiled = pytest.mark.skipif(
     not speed.COMPILED,
     reason="mq._speed is not there: installed without a compiler, or MQ_COMPILED=0",
