@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 
 import setuptools
 from setuptools.build_meta import *  # noqa: F403  the hooks that pip calls
@@ -14,10 +15,7 @@ SPEED = setuptools.Extension(
     "mq._speed",
     [f"mq/_{name}.c" for name in ("speed", "alone", "lock", "passing", "repeated")],
     # So that a source distribution has them.
-    depends=[
-        *(f"mq/_{name}.h" for name in ("alone", "lock", "passing", "repeated")),
-        ".build/backend.py",
-    ],
+    depends=[*map(str, pathlib.Path("mq").glob("_*.h")), ".build/backend.py"],
     extra_compile_args=["-O3", "-std=c11", "-pthread"],
     optional=True,  # without a compiler its twins in Python stand in for it
 )

@@ -6,14 +6,19 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "_plain.h"
 #include "_repeated.h"
 
 #define ALIGNMENT 64        /* mq.frames.ALIGNMENT */
 #define INLINE (32 * 1024)  /* mq.mesh.large.INLINE_BYTES */
 #define MOST_TENSORS 16     /* mq.repeated.MOST_TENSORS */
 
+static const unsigned char TABLED[4] = {'M', 'Q', 1, 1}; /* mq.frames.TABLED */
+#define TABLE_BYTES 12      /* prefix and two numbers */
+#define LONGEST_HEADER 1024 /* mq.repeated.LONGEST_HEADER */
+
 static PyObject *tensor_type, *strided, *array_type;
-static PyObject *str_data_ptr, *str_dtype, *str_is_conj, *str_is_contiguous, *str_is_cpu,
+static PyObject *str_code, *str_data, *str_data_ptr, *str_dtype, *str_is_conj, *str_is_contiguous, *str_is_cpu,
     *str_is_neg, *str_is_nested, *str_layout, *str_nbytes, *str_requires_grad, *str_shape;
 
 /* One of the payload's: `view` is held until it is released, `values` are its own. */
@@ -101,14 +106,10 @@ put_bytes(const Part *part, char *place, Py_ssize_t room)
 
 /* The message of this header and these parts; NULL without an exception: not that. */
 static PyObject *
-area_of(PyObject *entry, const Part *parts, Py_ssize_t count)
+lay_out(PyObject *header, Py_ssize_t nbytes, const Part *parts, Py_ssize_t count)
 {
-    PyObject *header;
-    Py_ssize_t nbytes;
-    if (!PyArg_ParseTuple(entry, "Sn", &header, &nbytes) || nbytes > INLINE)
-        return NULL;
     Py_ssize_t end = PyBytes_GET_SIZE(header);
-    PyObject *area = end > nbytes ? NULL : PyBytes_FromStringAndSize(NULL, nbytes);
+    PyObject *area = end > nbytes || nbytes > INLINE ? NULL : PyBytes_FromStringAndSize(NULL, nbytes);
     if (area == NULL)
         return NULL;
     char *bytes = PyBytes_AS_STRING(area);
@@ -126,6 +127,16 @@ area_of(PyObject *entry, const Part *parts, Py_ssize_t count)
     if (end != nbytes)
         Py_CLEAR(area);
     return area;
+}
+
+static PyObject *
+area_of(PyObject *entry, const Part *parts, Py_ssize_t count)
+{
+    PyObject *header;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(entry, "Sn", &header, &nbytes))
+        return NULL;
+    return lay_out(header, nbytes, parts, count);
 }
 
 /* Looks the parts up; `names` are those of a dict, which precede the keys there. */
@@ -155,6 +166,20 @@ pack_parts(PyObject *headers, PyObject **names, Part *parts, Py_ssize_t count)
     while (known-- > 0)
         Py_DECREF(keys[of_names + known]);
     return area;
+}
+
+/* What cannot be packed so is left to the codec, which raises it again and says more. */
+static PyObject *
+area_or_none(PyObject *area)
+{
+    if (area != NULL)
+        return area;
+    if (PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return NULL;
+        PyErr_Clear();
+    }
+    Py_RETURN_NONE;
 }
 
 PyObject *
@@ -187,14 +212,137 @@ pack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     for (Py_ssize_t n = 0; n < count; n++)
         PyBuffer_Release(&parts[n].view);
-    if (area != NULL)
-        return area;
-    if (PyErr_Occurred()) { /* the twin raises it again, and says more */
-        if (!PyErr_ExceptionMatches(PyExc_Exception))
-            return NULL;
-        PyErr_Clear();
+    return area_or_none(area);
+}
+
+/* -- among other values ---------- */
+
+struct Parts {
+    PyObject *described;
+    Py_ssize_t count, nbytes[MOST_TENSORS];
+    Part all[MOST_TENSORS];
+};
+
+/* The msgpack of an extension of at most 255 bytes. */
+static int
+put_extension(Buffer *out, long code, const char *data, Py_ssize_t size)
+{
+    static const unsigned char fixed[] = {[1] = 0xd4, [2] = 0xd5, [4] = 0xd6, [8] = 0xd7, [16] = 0xd8};
+    int is_fixed = size < (Py_ssize_t)sizeof fixed && fixed[size];
+    unsigned char *place = size > UINT8_MAX ? NULL : extend(out, (is_fixed ? 2 : 3) + size);
+    if (place == NULL)
+        return -1;
+    *place++ = is_fixed ? fixed[size] : 0xc7;
+    if (!is_fixed)
+        *place++ = (unsigned char)size;
+    *place++ = (unsigned char)code;
+    memcpy(place, data, size);
+    return 0;
+}
+
+static Py_ssize_t
+size_of(const Part *part)
+{
+    if (part->view.obj != NULL)
+        return part->view.len;
+    PyObject *number = PyObject_GetAttr(part->values, str_nbytes);
+    Py_ssize_t nbytes = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    Py_XDECREF(number);
+    return nbytes;
+}
+
+int
+put_described(Buffer *out, PyObject *value)
+{
+    struct Parts *parts = out->parts;
+    if (parts->count == MOST_TENSORS)
+        return -1;
+    Part *part = &parts->all[parts->count];
+    part->values = value;
+    PyObject *key = key_of(part);
+    PyObject *found = key == NULL ? NULL : PyDict_GetItemWithError(parts->described, key);
+    Py_XINCREF(found);
+    Py_XDECREF(key);
+    Py_ssize_t nbytes = found == NULL ? -1 : size_of(part);
+    int failed = -1;
+    if (nbytes > 0 && nbytes <= INLINE) {
+        PyObject *code = PyObject_GetAttr(found, str_code);
+        PyObject *data = code == NULL ? NULL : PyObject_GetAttr(found, str_data);
+        if (data != NULL && PyLong_Check(code) && PyBytes_Check(data))
+            failed = put_extension(out, PyLong_AsLong(code), PyBytes_AS_STRING(data),
+                                   PyBytes_GET_SIZE(data));
+        Py_XDECREF(code);
+        Py_XDECREF(data);
     }
-    Py_RETURN_NONE;
+    Py_XDECREF(found);
+    if (failed) {
+        PyBuffer_Release(&part->view);
+        return -1;
+    }
+    part->values = Py_NewRef(value);
+    parts->nbytes[parts->count++] = nbytes;
+    return 0;
+}
+
+static void
+put_little_endian(char *place, uint64_t value, int nbytes)
+{
+    for (int n = 0; n < nbytes; n++, value >>= 8)
+        place[n] = (char)value;
+}
+
+/* The header that `assemble` of mq/frames.py makes of a skeleton and its tensors. */
+static PyObject *
+header_of(const Buffer *skeleton, const struct Parts *parts)
+{
+    Py_ssize_t start = TABLE_BYTES + 8 * parts->count;
+    PyObject *header = PyBytes_FromStringAndSize(NULL, start + skeleton->size);
+    if (header == NULL)
+        return NULL;
+    char *bytes = PyBytes_AS_STRING(header);
+    memcpy(bytes, TABLED, sizeof TABLED);
+    put_little_endian(bytes + 4, skeleton->size, 4);
+    put_little_endian(bytes + 8, parts->count, 4);
+    for (Py_ssize_t n = 0; n < parts->count; n++)
+        put_little_endian(bytes + TABLE_BYTES + 8 * n, parts->nbytes[n], 8);
+    memcpy(bytes + start, skeleton->bytes, skeleton->size);
+    return header;
+}
+
+static PyObject *
+pack_skeleton(const Buffer *skeleton, const struct Parts *parts)
+{
+    PyObject *header = header_of(skeleton, parts);
+    if (header == NULL)
+        return NULL;
+    Py_ssize_t nbytes = PyBytes_GET_SIZE(header);
+    for (Py_ssize_t n = 0; n < parts->count; n++)
+        nbytes = (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + parts->nbytes[n];
+    PyObject *area = lay_out(header, nbytes, parts->all, parts->count);
+    Py_DECREF(header);
+    return area;
+}
+
+PyObject *
+pack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "pack_mixed(payload, described)");
+        return NULL;
+    }
+    struct Parts parts = {.described = args[1]};
+    Buffer skeleton;
+    begin(&skeleton, 0);
+    skeleton.parts = &parts;
+    PyObject *area = NULL;
+    if (put_value(&skeleton, args[0], 0) == 0 && parts.count && skeleton.size < LARGE)
+        area = pack_skeleton(&skeleton, &parts);
+    end(&skeleton);
+    for (Py_ssize_t n = 0; n < parts.count; n++) {
+        PyBuffer_Release(&parts.all[n].view);
+        Py_DECREF(parts.all[n].values);
+    }
+    return area_or_none(area);
 }
 
 /* -- the other way ---------- */
@@ -226,10 +374,6 @@ take_aligned(PyObject *module, PyObject *size)
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     return aligned(nbytes);
 }
-
-static const unsigned char TABLED[4] = {'M', 'Q', 1, 1}; /* mq.frames.TABLED */
-#define TABLE_BYTES 12                                   /* prefix and two numbers */
-#define LONGEST_HEADER 1024                              /* mq.repeated.LONGEST_HEADER */
 
 static uint64_t
 u32(const unsigned char *place)
@@ -339,7 +483,9 @@ know_arrays(PyObject *module, PyObject *type)
 int
 intern_repeated(void)
 {
-    return (str_data_ptr = PyUnicode_InternFromString("data_ptr")) != NULL
+    return (str_code = PyUnicode_InternFromString("code")) != NULL
+           && (str_data = PyUnicode_InternFromString("data")) != NULL
+           && (str_data_ptr = PyUnicode_InternFromString("data_ptr")) != NULL
            && (str_dtype = PyUnicode_InternFromString("dtype")) != NULL
            && (str_is_conj = PyUnicode_InternFromString("is_conj")) != NULL
            && (str_is_contiguous = PyUnicode_InternFromString("is_contiguous")) != NULL

@@ -24,6 +24,7 @@
 #include "_alone.h"
 #include "_lock.h"
 #include "_passing.h"
+#include "_plain.h"
 #include "_repeated.h"
 
 #ifdef __SSE2__
@@ -31,18 +32,11 @@
 #endif
 
 static const char PREFIX[4] = {'M', 'Q', 1, 0}; /* mq.frames.PLAIN */
-#define LARGE (64 * 1024)                       /* mq.extensions.LARGE */
 #define MOST_LEVELS 16                          /* mq.plain.MOST_LEVELS */
 
 /* -- plain messages: encoding ---------- */
 
-typedef struct {
-    unsigned char *bytes;
-    size_t size, room;
-    unsigned char first[1024];
-} Buffer;
-
-static int
+int
 grow(Buffer *out, size_t more)
 {
     if (out->size + more > LARGE)
@@ -59,16 +53,6 @@ grow(Buffer *out, size_t more)
     out->bytes = bytes;
     out->room = room;
     return 0;
-}
-
-static inline unsigned char *
-extend(Buffer *out, size_t more)
-{
-    if (out->size + more > out->room && grow(out, more) < 0)
-        return NULL;
-    unsigned char *place = out->bytes + out->size;
-    out->size += more;
-    return place;
 }
 
 static inline void
@@ -168,7 +152,7 @@ put_leaf(Buffer *out, PyObject *value)
         return put_number(out, 0xc2, 0, 0);
     if (value == Py_True)
         return put_number(out, 0xc3, 0, 0);
-    return -1;
+    return out->parts == NULL ? -1 : put_described(out, value);
 }
 
 /* Before each of so many elements, or pairs, of a list or dict. */
@@ -194,14 +178,25 @@ put_bytes(Buffer *out, PyObject *value)
     return 0;
 }
 
-static int put_value(Buffer *out, PyObject *value, int levels);
-
 static int
 put_list(Buffer *out, PyObject *list, int levels)
 {
     int failed = put_count(out, PyList_GET_SIZE(list), 0x90, 0xdc);
-    for (Py_ssize_t n = 0; !failed && n < PyList_GET_SIZE(list); n++)
-        failed = put_value(out, PyList_GET_ITEM(list, n), levels);
+    for (Py_ssize_t n = 0; !failed && n < PyList_GET_SIZE(list); n++) {
+        PyObject *value = Py_NewRef(PyList_GET_ITEM(list, n));
+        failed = put_value(out, value, levels);
+        Py_DECREF(value);
+    }
+    return failed;
+}
+
+static int
+put_key(Buffer *out, PyObject *key)
+{
+    struct Parts *parts = out->parts;
+    out->parts = NULL;
+    int failed = put_leaf(out, key);
+    out->parts = parts;
     return failed;
 }
 
@@ -211,13 +206,16 @@ put_dict(Buffer *out, PyObject *dict, int levels)
     PyObject *key, *value;
     Py_ssize_t at = 0;
     int failed = put_count(out, PyDict_GET_SIZE(dict), 0x80, 0xde);
-    while (!failed && PyDict_Next(dict, &at, &key, &value))
-        failed = put_leaf(out, key) < 0 ? -1 : put_value(out, value, levels);
+    while (!failed && PyDict_Next(dict, &at, &key, &value)) {
+        Py_INCREF(value); /* what it is described by may be Python's */
+        failed = put_key(out, key) < 0 ? -1 : put_value(out, value, levels);
+        Py_DECREF(value);
+    }
     return failed;
 }
 
 /* -1 without an exception: it is of a kind left to the twin. `levels` are around it. */
-static int
+int
 put_value(Buffer *out, PyObject *value, int levels)
 {
     if (PyList_CheckExact(value))
@@ -232,15 +230,12 @@ static PyObject *
 plain_area(PyObject *payload)
 {
     Buffer out;
-    out.bytes = out.first;
-    out.room = sizeof out.first;
-    out.size = sizeof PREFIX;
+    begin(&out, sizeof PREFIX);
     memcpy(out.bytes, PREFIX, sizeof PREFIX);
     PyObject *area = NULL;
     if (put_value(&out, payload, 0) == 0 && out.size < LARGE)
         area = PyBytes_FromStringAndSize((const char *)out.bytes, out.size);
-    if (out.bytes != out.first)
-        PyMem_Free(out.bytes);
+    end(&out);
     return area;
 }
 
@@ -1135,6 +1130,7 @@ static PyMethodDef methods[] = {
     {"know_tensors", (PyCFunction)(void (*)(void))know_tensors, METH_FASTCALL, NULL},
     {"take_aligned", take_aligned, METH_O, NULL},
     {"unpack_repeated", (PyCFunction)(void (*)(void))unpack_repeated, METH_FASTCALL, NULL},
+    {"pack_mixed", (PyCFunction)(void (*)(void))pack_mixed, METH_FASTCALL, NULL},
     {"pack_repeated", (PyCFunction)(void (*)(void))pack_repeated, METH_FASTCALL, NULL},
     {NULL},
 };

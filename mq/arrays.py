@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mq import extensions as ext
 from mq.errors import CodecError
 from mq.packing import Packer, Refusal, encode, utf8
-from mq.repeated import KINDS, Descriptions, Kind
+from mq.repeated import KINDS, Descriptions, Kind, described
 from mq.speed import know_arrays
 
 if TYPE_CHECKING:
@@ -43,7 +43,10 @@ def pack_array(packer: Packer, array: AnyArray, depth: int) -> Any:
         return packer.without_format(array, str(refusal))
     if array.nbytes:
         packer.buffers.append(raw_bytes(array))
-    return packer.ext(ext.ARRAY, encode([name, *array.shape]))
+    found = packer.ext(ext.ARRAY, encode([name, *array.shape]))
+    if (key := _key(array)) is not None:
+        described[key] = found
+    return found
 
 
 def raw_bytes(array: AnyArray) -> memoryview:
@@ -234,8 +237,8 @@ def _struct_dtype(itemsize: Any, fields: list[Any], nested: int) -> AnyDType:
     if type(itemsize) is not int or not 0 <= itemsize <= _MAX_ITEM_BYTES:
         raise CodecError(f"{itemsize!r:.40} is no size of a NumPy dtype")
     names, formats, offsets = [], [], []
-    for name, offset, described in fields:
-        dtype = dtype_of(described, nested + 1)
+    for name, offset, form in fields:
+        dtype = dtype_of(form, nested + 1)
         if type(name) is not str or type(offset) is not int:
             raise CodecError("a field of a NumPy dtype is malformed")
         if not 0 <= offset <= itemsize - dtype.itemsize:

@@ -15,7 +15,13 @@ from mq.errors import CodecError
 from mq.frames import Frames, Spread, has_buffers
 from mq.plain import decode_plain, is_plain
 from mq.safe_types import add_safe_types
-from mq.speed import encode_plain, pack_repeated, take_aligned, unpack_repeated
+from mq.speed import (
+    encode_plain,
+    pack_mixed,
+    pack_repeated,
+    take_aligned,
+    unpack_repeated,
+)
 from mq.unpacking import MALFORMED, Unpacker
 
 if TYPE_CHECKING:
@@ -104,11 +110,12 @@ class Codec:
         header = encode_plain(payload)
         if header is not None:
             return Frames(header, (), len(header), _NOTHING)
-        if not carried:
-            area = pack_repeated(payload, repeated.headers)
-            if area is not None:
-                return Frames(area, (), len(area), _NOTHING)
-        tensors = repeated.tensors_of(payload)
+        area = None if carried else pack_repeated(payload, repeated.headers)
+        tensors = None if area is not None else repeated.tensors_of(payload)
+        if area is None and tensors is None and not carried:
+            area = pack_mixed(payload, repeated.described)
+        if area is not None:
+            return Frames(area, (), len(area), _NOTHING)
         if tensors is not None and not carried:
             known = repeated.encode(payload, tensors)
             if known is not None:

@@ -89,6 +89,8 @@ class Known(NamedTuple):
 
 headers: Final[Memory[Any, tuple[bytes, int]]] = Memory()
 """By `_key`, headers and the sizes of their messages."""
+described: Final[Memory[Any, Any]] = Memory()
+"""By a tensor's key, the extension type that stands for it."""
 known: Final[Memory[bytes, Known]] = Memory()
 """By their headers, how messages are decoded."""
 _strange: Memory[bytes, None] = Memory()

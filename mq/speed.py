@@ -184,6 +184,17 @@ Args:
 receive_passing: Final[Callable[[socket.socket, memoryview], passing.Received]] = (
     _speed.receive_passing if COMPILED else passing.receive_passing
 )
+pack_mixed: Final[Callable[[Any, dict[Any, Any]], bytes | None]] = (
+    _speed.pack_mixed if COMPILED else _nothing
+)
+"""The area of small tensors and arrays among plain data, where they are described.
+
+Args:
+    The payload; and by what they depend on, the extension types that stand for them.
+
+Returns:
+    None where it is not as simple as that, and where nothing is compiled.
+"""
 take_aligned: Final[Callable[[int], memoryview]] = (
     _speed.take_aligned if COMPILED else repeated.take_aligned
 )

@@ -13,7 +13,7 @@ from mq import extensions as ext
 from mq.arrays import checked_size, raw_bytes, with_sound_bools
 from mq.errors import CodecError
 from mq.packing import Packer, Refusal, encode
-from mq.repeated import KINDS, Descriptions, Kind, Memory
+from mq.repeated import KINDS, Descriptions, Kind, described
 from mq.speed import know_tensors
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ _CARRIERS: Final = {
     "float4_e2m1fn_x2": torch.uint8,
 }
 _known: Final = Descriptions()
-_described: Final[Memory[Any, Any]] = Memory()
-"""By `_key`, the extension type that stands for a tensor."""
 _BY_DTYPE: Final[dict[torch.dtype, tuple[str, torch.dtype | None]]] = {}
 _BY_NAME: Final[dict[str, tuple[torch.dtype, np.dtype[Any], bool]]] = {}
 for _name, _carrier in _CARRIERS.items():
@@ -92,14 +90,14 @@ def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
     """A tensor as a description and a buffer."""
     key = None if packer.carried else _key(tensor)
     if key is not None:
-        described = _described.get(key)
-        if described is None:
+        found = described.get(key)
+        if found is None:
             body = encode([_BY_DTYPE[tensor.dtype][0], *tensor.shape])
-            described = _described[key] = packer.ext(ext.TENSOR, body)
+            found = described[key] = packer.ext(ext.TENSOR, body)
         packer.extended = True
         if tensor.numel():
             packer.buffers.append(_buffer(tensor))
-        return described
+        return found
     if not _has_format(tensor):
         return packer.without_format(tensor, _unsendable(tensor))
     if tensor.numel() and not _has_memory(tensor):

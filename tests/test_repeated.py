@@ -38,7 +38,7 @@ def forget() -> None:
         repeated.known,
         repeated._strange,
         tensors._known,
-        tensors._described,
+        repeated.described,
         arrays._known,
     ):
         memory.clear()
@@ -307,7 +307,7 @@ def test_few_descriptions_are_remembered_and_short_ones() -> None:
         CODEC.decode(area_of([1, torch.ones(n)]))
     CODEC.decode(area_of([1, torch.ones([1] * 64)]))
     read = tensors._known._read
-    for memory in (tensors._described, read):
+    for memory in (repeated.described, read):
         assert 0 < len(memory) <= repeated.MOST_HEADERS
     assert max(map(len, read)) <= repeated.LONGEST_DESCRIPTION
 

@@ -250,6 +250,92 @@ def test_arrays_are_made_read_only_on_demand(unpack: Callable[..., Any]) -> None
         assert found.flags.writeable is not read_only
 
 
+# -- tensors among other values ----------
+
+keys = st.text(max_size=5) | st.integers(-(2**63), 2**64 - 1) | st.booleans()
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=300)
+    | st.binary(max_size=300)
+)
+mixed = st.recursive(
+    plain | tensors | arrays,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def in_python(payload: Any) -> bytes:
+    """As it is encoded where nothing is compiled."""
+    return CODEC._encode_plainly(payload).pack()
+
+
+def has_any(payload: Any) -> int:
+    """How many tensors and arrays there are in it."""
+    if isinstance(payload, dict):
+        return sum(map(has_any, payload.values()))
+    if isinstance(payload, list):
+        return sum(map(has_any, payload))
+    return isinstance(payload, torch.Tensor | np.ndarray)
+
+
+@needs_compiled
+@given(mixed)
+def test_tensors_among_plain_data_are_packed_as_the_codec_does(payload: Any) -> None:
+    """Byte by byte; only what has none of them is left to it, or has too many."""
+    area = in_python(payload)
+    found = speed.pack_mixed(payload, repeated.described)
+    assert found == (area if 0 < has_any(payload) <= 16 else None)
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(3, 2).T,
+        torch.zeros(2, 3, requires_grad=True),
+        torch.zeros(2, 3, device="meta"),
+        torch.zeros(0, 3),
+        torch.zeros(4, 3),
+        np.zeros((3, 2)).T,
+        np.zeros((2, 3), "S4"),
+        np.float32(1),
+        torch.zeros(100, 100),
+        bytearray(3),
+        (1, 2),
+        2**64,
+        "\ud800",
+        {torch.zeros(1): 1},
+        [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]],
+        [torch.zeros(2, 3)] * 16,
+        "x" * 70_000,
+    ],
+    ids=lambda value: "",
+)
+def test_other_values_are_left_to_the_codec(value: Any) -> None:
+    """Also where they come after a tensor that could be packed."""
+    first = torch.zeros(2, 3)
+    in_python([first, torch.zeros(100, 100), np.zeros((2, 3))])
+    assert speed.pack_mixed([first, 1], repeated.described) is not None
+    for payload in ([first, value], {"a": first, "b": value}, [value, first]):
+        assert speed.pack_mixed(payload, repeated.described) is None
+
+
+@needs_compiled
+def test_what_is_packed_so_is_bounded() -> None:
+    """A large message is sent from where it lies, or as chunks."""
+    one = torch.zeros(INLINE_BYTES // 8)
+    in_python([one])
+    assert speed.pack_mixed([one], repeated.described) is not None
+    assert speed.pack_mixed([one, one], repeated.described) is None
+    assert CODEC.encode([one, one]).buffers
+
+
 # -- arrival ----------
 
 AREA = b"MQ\1\0\xc0"
