@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include <stddef.h>
+#include <stdint.h>
 
 #define LARGE (64 * 1024) /* mq.extensions.LARGE */
 
@@ -16,7 +17,19 @@ typedef struct {
     unsigned char first[1024];
 } Buffer;
 
+struct Tensors;
+
+/* What is being decoded. `tensors`, if there are any, are what its extensions stand for. */
+typedef struct {
+    const unsigned char *at, *end;
+    struct Tensors *tensors;
+} Source;
+
 #pragma GCC visibility push(hidden)
+/* NULL, perhaps with an exception: it is malformed, or of a kind left to the twin. */
+PyObject *take_value(Source *in, int levels, int is_key);
+/* What an extension of so many bytes stands for. */
+PyObject *take_described(Source *in, uint64_t size);
 int grow(Buffer *out, size_t more);
 /* -1 without an exception: it is of a kind left to the twin. `levels` are around it. */
 int put_value(Buffer *out, PyObject *value, int levels);

@@ -16,8 +16,11 @@
 static const unsigned char TABLED[4] = {'M', 'Q', 1, 1}; /* mq.frames.TABLED */
 #define TABLE_BYTES 12      /* prefix and two numbers */
 #define LONGEST_HEADER 1024 /* mq.repeated.LONGEST_HEADER */
+#define ARRAY 16            /* mq.extensions */
+#define TENSOR 18
 
 static PyObject *tensor_type, *strided, *array_type;
+static PyObject *described_tensors, *described_arrays; /* by their descriptions */
 static PyObject *str_code, *str_data, *str_data_ptr, *str_dtype, *str_is_conj, *str_is_contiguous, *str_is_cpu,
     *str_is_neg, *str_is_nested, *str_layout, *str_nbytes, *str_requires_grad, *str_shape;
 
@@ -427,6 +430,19 @@ make_all(PyObject *names, PyObject *parts, PyObject *area, PyObject *read_only)
     return payload;
 }
 
+/* The same area, or of a read-only one a copy. */
+static PyObject *
+own(PyObject *area)
+{
+    const Py_buffer *view = PyMemoryView_GET_BUFFER(area);
+    if (!view->readonly)
+        return Py_NewRef(area);
+    PyObject *copy = aligned(view->len);
+    if (copy != NULL)
+        memcpy(PyMemoryView_GET_BUFFER(copy)->buf, view->buf, view->len);
+    return copy;
+}
+
 PyObject *
 unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -449,10 +465,8 @@ unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (PyArg_ParseTuple(found, "nOO!", &nbytes, &names, &PyList_Type, &parts)) {
         if (nbytes != view->len || !PyList_GET_SIZE(parts))
             payload = Py_NewRef(Py_None);
-        else if (!view->readonly)
-            area = Py_NewRef(args[0]);
-        else if ((area = aligned(nbytes)) != NULL)
-            memcpy(PyMemoryView_GET_BUFFER(area)->buf, view->buf, nbytes);
+        else
+            area = own(args[0]);
         if (area != NULL)
             payload = make_all(names, parts, area, args[2]);
         Py_XDECREF(area);
@@ -461,22 +475,108 @@ unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return payload;
 }
 
+/* Tensors among other values: those of a message, in the order of its buffers. */
+struct Tensors {
+    PyObject *area, *read_only;
+    Py_ssize_t count, taken, end;
+    const unsigned char *sizes;
+};
+
+static Py_ssize_t
+u64(const unsigned char *place)
+{
+    uint64_t value = u32(place) | u32(place + 4) << 32;
+    return value > PY_SSIZE_T_MAX / 2 ? -1 : (Py_ssize_t)value;
+}
+
+/* What makes a tensor of this description, and of how many bytes; a new reference. */
+static PyObject *
+maker_of(const unsigned char *body, Py_ssize_t size, int code, Py_ssize_t *nbytes)
+{
+    PyObject *known = code == TENSOR  ? described_tensors
+                      : code == ARRAY ? described_arrays
+                                      : NULL;
+    PyObject *key = known == NULL ? NULL : PyBytes_FromStringAndSize((const char *)body, size);
+    PyObject *found = key == NULL ? NULL : PyDict_GetItemWithError(known, key);
+    PyObject *maker = NULL;
+    if (found != NULL && PyArg_ParseTuple(found, "nO", nbytes, &maker))
+        Py_INCREF(maker);
+    Py_XDECREF(key);
+    return maker;
+}
+
+PyObject *
+take_described(Source *in, uint64_t size)
+{
+    struct Tensors *tensors = in->tensors;
+    if (tensors == NULL || tensors->taken == tensors->count
+        || (uint64_t)(in->end - in->at) < size + 1)
+        return NULL;
+    int code = *in->at++;
+    const unsigned char *body = in->at;
+    in->at += size;
+    Py_ssize_t nbytes = 0;
+    Py_ssize_t start = (tensors->end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    PyObject *maker = maker_of(body, (Py_ssize_t)size, code, &nbytes);
+    PyObject *made = NULL;
+    if (maker != NULL && nbytes == u64(tensors->sizes + 8 * tensors->taken)) {
+        tensors->taken++;
+        tensors->end = start + nbytes;
+        PyObject *part = Py_BuildValue("(Onn)", maker, start, tensors->end);
+        if (part != NULL && tensors->end <= PyMemoryView_GET_BUFFER(tensors->area)->len)
+            made = make(part, tensors->area, tensors->read_only);
+        Py_XDECREF(part);
+    }
+    Py_XDECREF(maker);
+    return made;
+}
+
+PyObject *
+unpack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyMemoryView_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "unpack_mixed(area, read_only)");
+        return NULL;
+    }
+    Py_ssize_t end = header_bytes(PyMemoryView_GET_BUFFER(args[0]));
+    PyObject *area = end ? own(args[0]) : NULL;
+    if (area == NULL)
+        return end ? NULL : Py_NewRef(Py_None);
+    const unsigned char *bytes = PyMemoryView_GET_BUFFER(area)->buf;
+    struct Tensors tensors = {area, args[1], .count = u32(bytes + 8), .end = end,
+                              .sizes = bytes + TABLE_BYTES};
+    Source in = {bytes + TABLE_BYTES + 8 * tensors.count, bytes + end, &tensors};
+    PyObject *payload = take_value(&in, 0, 0);
+    if (payload != NULL
+        && (in.at != in.end || tensors.taken != tensors.count
+            || tensors.end != PyMemoryView_GET_BUFFER(area)->len))
+        Py_CLEAR(payload);
+    Py_DECREF(area);
+    return area_or_none(payload);
+}
+
 PyObject *
 know_tensors(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "know_tensors(type, strided)");
+    if (nargs != 3 || !PyDict_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "know_tensors(type, strided, described)");
         return NULL;
     }
     Py_XSETREF(tensor_type, Py_NewRef(args[0]));
     Py_XSETREF(strided, Py_NewRef(args[1]));
+    Py_XSETREF(described_tensors, Py_NewRef(args[2]));
     Py_RETURN_NONE;
 }
 
 PyObject *
-know_arrays(PyObject *module, PyObject *type)
+know_arrays(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    Py_XSETREF(array_type, Py_NewRef(type));
+    if (nargs != 2 || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "know_arrays(type, described)");
+        return NULL;
+    }
+    Py_XSETREF(array_type, Py_NewRef(args[0]));
+    Py_XSETREF(described_arrays, Py_NewRef(args[1]));
     Py_RETURN_NONE;
 }
 

@@ -250,10 +250,6 @@ encode_plain(PyObject *module, PyObject *payload)
 
 /* -- plain messages: decoding ---------- */
 
-typedef struct {
-    const unsigned char *at, *end;
-} Source;
-
 /* Keys come again and again. What a slot holds is compared, never trusted. */
 #define KEYS 512
 #define LONGEST_KEY 32
@@ -308,8 +304,6 @@ take_str(Source *in, uint64_t size, int is_key)
     return found;
 }
 
-static PyObject *take_value(Source *in, int levels, int is_key);
-
 static PyObject *
 take_list(Source *in, uint64_t count, int levels)
 {
@@ -344,8 +338,7 @@ take_dict(Source *in, uint64_t count, int levels)
     return dict;
 }
 
-/* NULL, perhaps with an exception: it is malformed, or of a kind left to the twin. */
-static PyObject *
+PyObject *
 take_value(Source *in, int levels, int is_key)
 {
     if (in->at == in->end)
@@ -419,6 +412,14 @@ take_value(Source *in, int levels, int is_key)
         if (is_key || take_number(in, 2 << (opcode - 0xde), &number) < 0)
             return NULL;
         return take_dict(in, number, levels);
+    case 0xd4:
+    case 0xd5:
+    case 0xd6:
+    case 0xd7:
+    case 0xd8:
+        return is_key ? NULL : take_described(in, 1 << (opcode - 0xd4));
+    case 0xc7:
+        return is_key || take_number(in, 1, &number) < 0 ? NULL : take_described(in, number);
     default:
         return NULL;
     }
@@ -435,7 +436,7 @@ plain_payload(PyObject *area, Py_ssize_t *nbytes)
     *nbytes = view.len;
     if (view.len > (Py_ssize_t)sizeof PREFIX
         && memcmp(view.buf, PREFIX, sizeof PREFIX) == 0) {
-        Source in = {view.buf, (const unsigned char *)view.buf + view.len};
+        Source in = {view.buf, (const unsigned char *)view.buf + view.len, NULL};
         in.at += sizeof PREFIX;
         payload = take_value(&in, 0, 0);
         if (payload != NULL && in.at != in.end)
@@ -1126,9 +1127,10 @@ static PyMethodDef methods[] = {
     {"arrive_alone", (PyCFunction)(void (*)(void))arrive_alone, METH_FASTCALL, NULL},
     {"receive_passing", (PyCFunction)(void (*)(void))receive_passing, METH_FASTCALL, NULL},
     {"know_arrivals", (PyCFunction)(void (*)(void))know_arrivals, METH_FASTCALL, NULL},
-    {"know_arrays", know_arrays, METH_O, NULL},
+    {"know_arrays", (PyCFunction)(void (*)(void))know_arrays, METH_FASTCALL, NULL},
     {"know_tensors", (PyCFunction)(void (*)(void))know_tensors, METH_FASTCALL, NULL},
     {"take_aligned", take_aligned, METH_O, NULL},
+    {"unpack_mixed", (PyCFunction)(void (*)(void))unpack_mixed, METH_FASTCALL, NULL},
     {"unpack_repeated", (PyCFunction)(void (*)(void))unpack_repeated, METH_FASTCALL, NULL},
     {"pack_mixed", (PyCFunction)(void (*)(void))pack_mixed, METH_FASTCALL, NULL},
     {"pack_repeated", (PyCFunction)(void (*)(void))pack_repeated, METH_FASTCALL, NULL},

@@ -301,4 +301,4 @@ def _maker(array: AnyArray) -> Make | None:
 
 
 KINDS[np.ndarray] = Kind(_key, raw_bytes, _maker)
-know_arrays(np.ndarray)
+know_arrays(np.ndarray, _known.read)

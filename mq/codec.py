@@ -20,6 +20,7 @@ from mq.speed import (
     pack_mixed,
     pack_repeated,
     take_aligned,
+    unpack_mixed,
     unpack_repeated,
 )
 from mq.unpacking import MALFORMED, Unpacker
@@ -240,6 +241,11 @@ class Codec:
         if not apart and device is None and (copies or not area.readonly):
             payload = unpack_repeated(area, repeated.known, read_only)
             if payload is not None:
+                return payload
+            payload = unpack_mixed(area, read_only)
+            if payload is not None:
+                if not ahead:
+                    repeated.learn(area, payload, self._encode_plainly)
                 return payload
         if copies and has_buffers(area):
             shared, area = area, take_aligned(len(area))

@@ -54,23 +54,27 @@ class Memory(dict[_Key, _Value], Generic[_Key, _Value]):
 
 
 class Descriptions:
-    """What stood for tensors of a type in skeletons: dtype and shape."""
+    """What stood for tensors of a type in skeletons: dtype and shape.
+
+    Attributes:
+        read: By a description, how many bytes such a tensor has, and what makes it.
+    """
 
     def __init__(self) -> None:
-        self._read: Memory[bytes, tuple[int, Make]] = Memory()
+        self.read: Memory[bytes, tuple[int, Make]] = Memory()
 
     def find(self, body: memoryview) -> tuple[int, Make] | None:
         """How many bytes such a tensor has, and what makes it; None: not known."""
-        return self._read.get(bytes(body[: LONGEST_DESCRIPTION + 1]))
+        return self.read.get(bytes(body[: LONGEST_DESCRIPTION + 1]))
 
     def learn(self, body: memoryview, nbytes: int, make: Make | None) -> None:
         """Remember what was found sound, if it can be of use."""
         if nbytes and len(body) <= LONGEST_DESCRIPTION and make is not None:
-            self._read[bytes(body)] = nbytes, make
+            self.read[bytes(body)] = nbytes, make
 
     def clear(self) -> None:
         """Forget everything."""
-        self._read.clear()
+        self.read.clear()
 
 
 class Known(NamedTuple):

@@ -153,14 +153,14 @@ Args:
 Returns:
     Whether it did so; never where nothing is compiled.
 """
-know_arrays: Final[Callable[[type], None]] = (
+know_arrays: Final[Callable[[type, dict[bytes, Any]], None]] = (
     _speed.know_arrays if COMPILED else _nothing
 )
-"""Tells `pack_repeated` of `numpy.ndarray`."""
-know_tensors: Final[Callable[[type, Any], None]] = (
+"""Tells those below of `numpy.ndarray`, and what makes arrays by their descriptions."""
+know_tensors: Final[Callable[[type, Any, dict[bytes, Any]], None]] = (
     _speed.know_tensors if COMPILED else _nothing
 )
-"""Tells `pack_repeated` of `torch.Tensor` and `torch.strided`."""
+"""The same of `torch.Tensor`, with `torch.strided`."""
 pack_repeated: Final[Callable[[Any, dict[Any, Any]], bytes | None]] = (
     _speed.pack_repeated if COMPILED else _nothing
 )
@@ -198,3 +198,15 @@ Returns:
 take_aligned: Final[Callable[[int], memoryview]] = (
     _speed.take_aligned if COMPILED else repeated.take_aligned
 )
+unpack_mixed: Final[Callable[[memoryview, bool], Any]] = (
+    _speed.unpack_mixed if COMPILED else _nothing
+)
+"""The payload of tensors and arrays, whose descriptions are known, among plain data.
+
+Args:
+    The message, of which a copy is unpacked if it is read-only; whether to make arrays
+    read-only.
+
+Returns:
+    None where it is not as simple as that, and where nothing is compiled.
+"""

@@ -346,4 +346,4 @@ def _maker(tensor: torch.Tensor) -> Make | None:
 
 
 KINDS[torch.Tensor] = Kind(_key, _buffer, _maker)
-know_tensors(torch.Tensor, torch.strided)
+know_tensors(torch.Tensor, torch.strided, _known.read)

@@ -283,7 +283,7 @@ def test_so_it_is_among_other_values(
         found["x"].zero_()  # in memory of its own
         found["l"][0].zero_()
     assert area_of(second) == long
-    assert tensors._known._read
+    assert tensors._known.read
 
 
 def test_a_description_that_is_known_takes_no_other_buffer() -> None:
@@ -291,7 +291,7 @@ def test_a_description_that_is_known_takes_no_other_buffer() -> None:
     sent = {"n": 1, "x": torch.ones(4)}
     area = area_of(sent)
     CODEC.decode(area)
-    assert tensors._known._read
+    assert tensors._known.read
     skeleton, _, _ = frames.split(area)
     for buffers in ([], [bytes(15)], [bytes(17)], [bytes(16), bytes(16)]):
         views = tuple(map(memoryview, buffers))
@@ -306,7 +306,7 @@ def test_few_descriptions_are_remembered_and_short_ones() -> None:
     for n in range(1, 3 * repeated.MOST_HEADERS):
         CODEC.decode(area_of([1, torch.ones(n)]))
     CODEC.decode(area_of([1, torch.ones([1] * 64)]))
-    read = tensors._known._read
+    read = tensors._known.read
     for memory in (repeated.described, read):
         assert 0 < len(memory) <= repeated.MOST_HEADERS
     assert max(map(len, read)) <= repeated.LONGEST_DESCRIPTION

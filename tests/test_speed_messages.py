@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from payload_checks import same
 
 from mq import repeated, speed
 from mq.codec import Codec
+from mq.errors import CodecError
 from mq.frames import ALIGNMENT, Frames
 from mq.mappings import address
 from mq.mesh import wire
@@ -334,6 +337,79 @@ def test_what_is_packed_so_is_bounded() -> None:
     assert speed.pack_mixed([one], repeated.described) is not None
     assert speed.pack_mixed([one, one], repeated.described) is None
     assert CODEC.encode([one, one]).buffers
+
+
+def decoded_in_python(area: bytes) -> Any:
+    """As it is decoded where nothing is compiled; None: it is malformed."""
+    with (
+        mock.patch("mq.codec.unpack_mixed", return_value=None),
+        mock.patch("mq.codec.unpack_repeated", return_value=None),
+        contextlib.suppress(CodecError),
+    ):
+        return CODEC.decode(memoryview(area), own=True)
+    return None
+
+
+@needs_compiled
+@given(mixed)
+def test_tensors_among_plain_data_are_unpacked_as_the_codec_does(payload: Any) -> None:
+    """Once their descriptions are known; those of bools are not."""
+    area = in_python(payload)
+    expected = decoded_in_python(area)
+    view = memoryview(bytearray(area))
+    found = speed.unpack_mixed(view, False)
+    assert same(expected, payload)
+    if found is not None:
+        assert same(found, payload)
+    elif len(area) <= repeated.LONGEST_HEADER:
+        assert not has_any(payload) or has_bools(payload)
+
+
+def has_bools(payload: Any) -> bool:
+    """Whether there is an array of bools in it, whose bytes are looked at."""
+    if isinstance(payload, dict):
+        return any(map(has_bools, payload.values()))
+    if isinstance(payload, list):
+        return any(map(has_bools, payload))
+    return isinstance(payload, np.ndarray) and payload.dtype.kind == "b"
+
+
+@needs_compiled
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+def test_what_is_damaged_is_unpacked_as_the_codec_does_or_not_at_all(
+    damage: list[tuple[int, int]], cut: int, more: int
+) -> None:
+    """Whatever a peer sends."""
+    payload = {"a": torch.ones(3), "n": [1, {"b": np.ones(2)}, "é"], "c": torch.ones(3)}
+    area = bytearray(in_python(payload))
+    decoded_in_python(bytes(area))
+    for place, value in damage:
+        area[place % len(area)] = value
+    damaged = bytes(area[: len(area) - cut]) + bytes(more)
+    found = speed.unpack_mixed(memoryview(damaged), False)
+    expected = decoded_in_python(damaged)
+    assert found is None or same(found, expected)
+
+
+@needs_compiled
+def test_what_is_unpacked_so_is_a_view_or_a_copy() -> None:
+    """Of memory that is the message's own, or that nobody may write to."""
+    area = in_python([torch.ones(3), 1, np.ones(2)])
+    decoded_in_python(area)
+    view = memoryview(bytearray(area))
+    tensor, _, array = speed.unpack_mixed(view, False)
+    tensor += 1
+    assert bytes(view) != area
+    assert array.flags.writeable
+    assert not speed.unpack_mixed(view, True)[2].flags.writeable
+    tensor, _, _ = speed.unpack_mixed(memoryview(area), False)
+    tensor += 1
+    assert tensor.data_ptr() % ALIGNMENT == 0
+    assert area == in_python([torch.ones(3), 1, np.ones(2)])
 
 
 # -- arrival ----------
