@@ -1,6 +1,5 @@
 /* Bytes that came over a unix socket with descriptors beside them: mq/stream/passing.py. */
 
-#define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
