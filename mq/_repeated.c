@@ -384,17 +384,20 @@ u32(const unsigned char *place)
     return place[0] | place[1] << 8 | place[2] << 16 | (uint64_t)place[3] << 24;
 }
 
-/* As `header_bytes` of mq/frames.py. */
-static Py_ssize_t
-header_bytes(const Py_buffer *view)
+static int
+is_in_a_row(const Py_buffer *view)
 {
-    const unsigned char *bytes = view->buf;
-    if (view->itemsize != 1 || view->ndim != 1 || !PyBuffer_IsContiguous(view, 'C'))
-        return 0;
-    if (view->len < TABLE_BYTES || memcmp(bytes, TABLED, sizeof TABLED) != 0)
+    return view->itemsize == 1 && view->ndim == 1 && PyBuffer_IsContiguous(view, 'C');
+}
+
+/* As `header_bytes` of mq/frames.py, each number read once. */
+static Py_ssize_t
+header_bytes(const unsigned char *bytes, Py_ssize_t nbytes)
+{
+    if (nbytes < TABLE_BYTES || memcmp(bytes, TABLED, sizeof TABLED) != 0)
         return 0;
     uint64_t count = u32(bytes + 8), end = TABLE_BYTES + 8 * count + u32(bytes + 4);
-    return count && end <= LONGEST_HEADER && end <= (uint64_t)view->len ? (Py_ssize_t)end : 0;
+    return count && end <= LONGEST_HEADER && end <= (uint64_t)nbytes ? (Py_ssize_t)end : 0;
 }
 
 /* What a part of `_Known` makes of its bytes. */
@@ -451,7 +454,7 @@ unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     const Py_buffer *view = PyMemoryView_GET_BUFFER(args[0]);
-    Py_ssize_t end = header_bytes(view);
+    Py_ssize_t end = is_in_a_row(view) ? header_bytes(view->buf, view->len) : 0;
     if (!end)
         Py_RETURN_NONE;
     PyObject *key = PyBytes_FromStringAndSize(view->buf, end);
@@ -538,11 +541,18 @@ unpack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_TypeError, "unpack_mixed(area, read_only)");
         return NULL;
     }
-    Py_ssize_t end = header_bytes(PyMemoryView_GET_BUFFER(args[0]));
+    /* Of a copy: who shares the memory may write to it meanwhile. */
+    unsigned char bytes[LONGEST_HEADER];
+    Py_buffer header = *PyMemoryView_GET_BUFFER(args[0]);
+    if (!is_in_a_row(&header))
+        Py_RETURN_NONE;
+    if (header.len > LONGEST_HEADER)
+        header.len = LONGEST_HEADER;
+    memcpy(bytes, header.buf, header.len);
+    Py_ssize_t end = header_bytes(bytes, header.len);
     PyObject *area = end ? own(args[0]) : NULL;
     if (area == NULL)
         return end ? NULL : Py_NewRef(Py_None);
-    const unsigned char *bytes = PyMemoryView_GET_BUFFER(area)->buf;
     struct Tensors tensors = {area, args[1], .count = u32(bytes + 8), .end = end,
                               .sizes = bytes + TABLE_BYTES};
     Source in = {bytes + TABLE_BYTES + 8 * tensors.count, bytes + end, &tensors};

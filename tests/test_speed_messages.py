@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
 import struct
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -106,6 +111,7 @@ def _without_memory() -> torch.Tensor:
 )
 def test_what_is_not_as_one_before_is_left_to_the_codec(other: Any) -> None:
     """Whatever it is, and nothing is raised."""
+    repeated.headers.clear()
     for known in (
         torch.zeros(2, 3),
         torch.zeros(6),
@@ -121,6 +127,7 @@ def test_what_is_not_as_one_before_is_left_to_the_codec(other: Any) -> None:
 @needs_compiled
 def test_conjugates_and_transforms_are_left_to_the_codec() -> None:
     """They look like the tensor that they are not."""
+    repeated.headers.clear()
     plain = torch.ones(4, dtype=torch.complex64)
     CODEC.encode(plain)
     CODEC.encode(torch.ones(4))
@@ -322,6 +329,7 @@ def test_tensors_among_plain_data_are_packed_as_the_codec_does(payload: Any) -> 
 )
 def test_other_values_are_left_to_the_codec(value: Any) -> None:
     """Also where they come after a tensor that could be packed."""
+    repeated.described.clear()
     first = torch.zeros(2, 3)
     in_python([first, torch.zeros(100, 100), np.zeros((2, 3))])
     assert speed.pack_mixed([first, 1], repeated.described) is not None
@@ -393,6 +401,39 @@ def test_what_is_damaged_is_unpacked_as_the_codec_does_or_not_at_all(
     found = speed.unpack_mixed(memoryview(damaged), False)
     expected = decoded_in_python(damaged)
     assert found is None or same(found, expected)
+
+
+FLIPPING = """
+import mmap, os, sys
+with open(sys.argv[1], "r+b") as file:
+    shared = mmap.mmap(file.fileno(), 0)
+skeleton, count = shared[4], shared[8]
+print(flush=True)
+while os.getppid() == int(sys.argv[2]):
+    shared[8], shared[4] = 100, 0
+    shared[8], shared[4] = count, skeleton
+"""
+
+
+@needs_compiled
+def test_a_header_that_changes_while_it_is_read_is_read_once(tmp_path: Path) -> None:
+    """Else what it refers to could lie beyond the message."""
+    area = in_python([torch.ones(3), 1, np.ones(2), "x"])
+    decoded_in_python(area)
+    path = tmp_path / "shared"
+    path.write_bytes(area)
+    with path.open("r+b") as file:
+        shared = memoryview(mmap.mmap(file.fileno(), 0))
+    command = [sys.executable, "-c", FLIPPING, str(path), str(os.getpid())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as peer:
+        try:
+            assert peer.stdout is not None
+            peer.stdout.readline()
+            found = [speed.unpack_mixed(shared, False) for _ in range(200_000)]
+        finally:
+            peer.kill()
+    whole = [one for one in found if one is not None]
+    assert all(one[1] == 1 and one[3] == "x" for one in whole)
 
 
 @needs_compiled
