@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 import struct
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -401,39 +396,6 @@ def test_what_is_damaged_is_unpacked_as_the_codec_does_or_not_at_all(
     found = speed.unpack_mixed(memoryview(damaged), False)
     expected = decoded_in_python(damaged)
     assert found is None or same(found, expected)
-
-
-FLIPPING = """
-import mmap, os, sys
-with open(sys.argv[1], "r+b") as file:
-    shared = mmap.mmap(file.fileno(), 0)
-skeleton, count = shared[4], shared[8]
-print(flush=True)
-while os.getppid() == int(sys.argv[2]):
-    shared[8], shared[4] = 100, 0
-    shared[8], shared[4] = count, skeleton
-"""
-
-
-@needs_compiled
-def test_a_header_that_changes_while_it_is_read_is_read_once(tmp_path: Path) -> None:
-    """Else what it refers to could lie beyond the message."""
-    area = in_python([torch.ones(3), 1, np.ones(2), "x"])
-    decoded_in_python(area)
-    path = tmp_path / "shared"
-    path.write_bytes(area)
-    with path.open("r+b") as file:
-        shared = memoryview(mmap.mmap(file.fileno(), 0))
-    command = [sys.executable, "-c", FLIPPING, str(path), str(os.getpid())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as peer:
-        try:
-            assert peer.stdout is not None
-            peer.stdout.readline()
-            found = [speed.unpack_mixed(shared, False) for _ in range(200_000)]
-        finally:
-            peer.kill()
-    whole = [one for one in found if one is not None]
-    assert all(one[1] == 1 and one[3] == "x" for one in whole)
 
 
 @needs_compiled
