@@ -22,44 +22,50 @@ typedef union {
     struct cmsghdr aligned;
 } Extras;
 
+/* All that came, into `fds`; how many. */
 static int
-append_each(PyObject *found, struct cmsghdr *extra)
+descriptors_of(struct msghdr *message, int *fds)
 {
-    size_t count = (extra->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    int failed = 0;
-    for (size_t n = 0; n < count; n++) {
-        int fd;
-        memcpy(&fd, CMSG_DATA(extra) + n * sizeof fd, sizeof fd);
-        if (!MSG_CMSG_CLOEXEC)
-            fcntl(fd, F_SETFD, FD_CLOEXEC);
-        PyObject *number = failed ? NULL : PyLong_FromLong(fd);
-        if (number == NULL || PyList_Append(found, number) < 0) {
-            close(fd); /* there is no memory, or was none */
-            failed = -1;
+    int count = 0;
+    for (struct cmsghdr *extra = CMSG_FIRSTHDR(message); extra != NULL;
+         extra = CMSG_NXTHDR(message, extra)) {
+        if (extra->cmsg_level != SOL_SOCKET || extra->cmsg_type != SCM_RIGHTS)
+            continue;
+        const char *end = (char *)message->msg_control + message->msg_controllen;
+        /* Where there was no room some systems tell of more than there is. */
+        for (const char *place = (char *)CMSG_DATA(extra);
+             place + sizeof *fds <= (char *)extra + extra->cmsg_len
+             && place + sizeof *fds <= end && count < MOST;
+             place += sizeof *fds) {
+            memcpy(&fds[count], place, sizeof *fds);
+            if (!MSG_CMSG_CLOEXEC)
+                fcntl(fds[count], F_SETFD, FD_CLOEXEC);
+            count++;
         }
-        Py_XDECREF(number);
     }
-    return failed;
+    return count;
 }
 
 static PyObject *
-with_descriptors(struct msghdr *message, Py_ssize_t count)
+with_descriptors(struct msghdr *message, Py_ssize_t nbytes)
 {
-    PyObject *found = PyList_New(0);
-    if (found == NULL)
-        return NULL;
-    int failed = 0;
-    for (struct cmsghdr *extra = CMSG_FIRSTHDR(message); extra != NULL;
-         extra = CMSG_NXTHDR(message, extra)) {
-        if (extra->cmsg_level == SOL_SOCKET && extra->cmsg_type == SCM_RIGHTS)
-            failed |= append_each(found, extra);
+    int fds[MOST], count = descriptors_of(message, fds);
+    PyObject *found = PyList_New(count), *result = NULL;
+    for (int n = 0; found != NULL && n < count; n++) {
+        PyObject *number = PyLong_FromLong(fds[n]);
+        if (number == NULL)
+            Py_CLEAR(found);
+        else
+            PyList_SET_ITEM(found, n, number);
     }
-    if (!failed)
-        return Py_BuildValue("nNN", count, found, PyBool_FromLong(message->msg_flags & MSG_CTRUNC));
-    for (Py_ssize_t n = 0; n < PyList_GET_SIZE(found); n++)
-        close((int)PyLong_AsLong(PyList_GET_ITEM(found, n)));
-    Py_DECREF(found);
-    return NULL;
+    if (found != NULL) {
+        PyObject *truncated = message->msg_flags & MSG_CTRUNC ? Py_True : Py_False;
+        result = Py_BuildValue("nOO", nbytes, found, truncated);
+        Py_DECREF(found);
+    }
+    for (int n = 0; result == NULL && n < count; n++)
+        close(fds[n]); /* there is no memory to tell anybody of them */
+    return result;
 }
 
 PyObject *
@@ -71,13 +77,18 @@ receive_passing(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     int fd = PyObject_AsFileDescriptor(args[0]);
+    if (fd < 0 && PyErr_ExceptionMatches(PyExc_ValueError)) { /* it is closed */
+        PyErr_Clear();
+        errno = EBADF;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
     if (fd < 0 || PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE) < 0)
         return NULL;
     Extras extras;
     struct iovec into = {.iov_base = target.buf, .iov_len = target.len};
     struct msghdr message;
     ssize_t count;
-    int interrupted = 0;
+    int interrupted = 0, error;
     do {
         memset(&message, 0, sizeof message);
         message.msg_iov = &into;
@@ -86,13 +97,16 @@ receive_passing(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         message.msg_controllen = sizeof extras.bytes;
         Py_BEGIN_ALLOW_THREADS
         count = recvmsg(fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+        error = errno;
         Py_END_ALLOW_THREADS
-    } while (count < 0 && errno == EINTR && !(interrupted = PyErr_CheckSignals()));
+    } while (count < 0 && error == EINTR && !(interrupted = PyErr_CheckSignals()));
     PyBuffer_Release(&target);
     if (interrupted)
         return NULL;
-    if (count < 0)
+    if (count < 0) {
+        errno = error;
         return PyErr_SetFromErrno(PyExc_OSError);
+    }
     if (message.msg_controllen == 0 && !(message.msg_flags & MSG_CTRUNC))
         return PyLong_FromSsize_t(count);
     return with_descriptors(&message, count);
