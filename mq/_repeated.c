@@ -433,11 +433,10 @@ make_all(PyObject *names, PyObject *parts, PyObject *area, PyObject *read_only)
     return payload;
 }
 
-/* The same area, or of a read-only one a copy. */
+/* The same area, or of a read-only one a copy. `view` is held. */
 static PyObject *
-own(PyObject *area)
+own(PyObject *area, const Py_buffer *view)
 {
-    const Py_buffer *view = PyMemoryView_GET_BUFFER(area);
     if (!view->readonly)
         return Py_NewRef(area);
     PyObject *copy = aligned(view->len);
@@ -446,19 +445,14 @@ own(PyObject *area)
     return copy;
 }
 
-PyObject *
-unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *
+unpack_known(PyObject *whole, const Py_buffer *view, PyObject *known, PyObject *read_only)
 {
-    if (nargs != 3 || !PyMemoryView_Check(args[0]) || !PyDict_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "unpack_repeated(area, known, read_only)");
-        return NULL;
-    }
-    const Py_buffer *view = PyMemoryView_GET_BUFFER(args[0]);
     Py_ssize_t end = is_in_a_row(view) ? header_bytes(view->buf, view->len) : 0;
     if (!end)
         Py_RETURN_NONE;
     PyObject *key = PyBytes_FromStringAndSize(view->buf, end);
-    PyObject *found = key == NULL ? NULL : PyDict_GetItemWithError(args[1], key);
+    PyObject *found = key == NULL ? NULL : PyDict_GetItemWithError(known, key);
     Py_XDECREF(key);
     if (found == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
@@ -469,12 +463,27 @@ unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         if (nbytes != view->len || !PyList_GET_SIZE(parts))
             payload = Py_NewRef(Py_None);
         else
-            area = own(args[0]);
+            area = own(whole, view);
         if (area != NULL)
-            payload = make_all(names, parts, area, args[2]);
+            payload = make_all(names, parts, area, read_only);
         Py_XDECREF(area);
     }
     Py_DECREF(found);
+    return payload;
+}
+
+PyObject *
+unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !PyMemoryView_Check(args[0]) || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "unpack_repeated(area, known, read_only)");
+        return NULL;
+    }
+    Py_buffer view;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_FULL_RO) < 0)
+        return NULL;
+    PyObject *payload = unpack_known(args[0], &view, args[1], args[2]);
+    PyBuffer_Release(&view);
     return payload;
 }
 
@@ -534,6 +543,31 @@ take_described(Source *in, uint64_t size)
     return made;
 }
 
+/* NULL, perhaps with an exception: it is left to the twin. */
+static PyObject *
+unpack_described(PyObject *whole, const Py_buffer *view, PyObject *read_only)
+{
+    if (!is_in_a_row(view))
+        return NULL;
+    /* Of a copy: who shares the memory may write to it meanwhile. */
+    unsigned char bytes[LONGEST_HEADER];
+    Py_ssize_t nbytes = view->len < LONGEST_HEADER ? view->len : LONGEST_HEADER;
+    memcpy(bytes, view->buf, nbytes);
+    Py_ssize_t end = header_bytes(bytes, nbytes);
+    PyObject *area = end ? own(whole, view) : NULL;
+    if (area == NULL)
+        return NULL;
+    struct Tensors tensors = {area, read_only, .count = u32(bytes + 8), .end = end,
+                              .sizes = bytes + TABLE_BYTES};
+    Source in = {bytes + TABLE_BYTES + 8 * tensors.count, bytes + end, &tensors};
+    PyObject *payload = take_value(&in, 0, 0);
+    if (payload != NULL
+        && (in.at != in.end || tensors.taken != tensors.count || tensors.end != view->len))
+        Py_CLEAR(payload);
+    Py_DECREF(area);
+    return payload;
+}
+
 PyObject *
 unpack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -541,27 +575,11 @@ unpack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_TypeError, "unpack_mixed(area, read_only)");
         return NULL;
     }
-    /* Of a copy: who shares the memory may write to it meanwhile. */
-    unsigned char bytes[LONGEST_HEADER];
-    Py_buffer header = *PyMemoryView_GET_BUFFER(args[0]);
-    if (!is_in_a_row(&header))
-        Py_RETURN_NONE;
-    if (header.len > LONGEST_HEADER)
-        header.len = LONGEST_HEADER;
-    memcpy(bytes, header.buf, header.len);
-    Py_ssize_t end = header_bytes(bytes, header.len);
-    PyObject *area = end ? own(args[0]) : NULL;
-    if (area == NULL)
-        return end ? NULL : Py_NewRef(Py_None);
-    struct Tensors tensors = {area, args[1], .count = u32(bytes + 8), .end = end,
-                              .sizes = bytes + TABLE_BYTES};
-    Source in = {bytes + TABLE_BYTES + 8 * tensors.count, bytes + end, &tensors};
-    PyObject *payload = take_value(&in, 0, 0);
-    if (payload != NULL
-        && (in.at != in.end || tensors.taken != tensors.count
-            || tensors.end != PyMemoryView_GET_BUFFER(area)->len))
-        Py_CLEAR(payload);
-    Py_DECREF(area);
+    Py_buffer view;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_FULL_RO) < 0)
+        return NULL;
+    PyObject *payload = unpack_described(args[0], &view, args[1]);
+    PyBuffer_Release(&view);
     return area_or_none(payload);
 }
 

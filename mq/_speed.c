@@ -178,14 +178,19 @@ put_bytes(Buffer *out, PyObject *value)
     return 0;
 }
 
+/* What a tensor is described by may be Python's, and change what it is in: left to the
+   twin if it does. */
 static int
 put_list(Buffer *out, PyObject *list, int levels)
 {
-    int failed = put_count(out, PyList_GET_SIZE(list), 0x90, 0xdc);
-    for (Py_ssize_t n = 0; !failed && n < PyList_GET_SIZE(list); n++) {
+    Py_ssize_t count = PyList_GET_SIZE(list);
+    int failed = put_count(out, count, 0x90, 0xdc);
+    for (Py_ssize_t n = 0; !failed && n < count; n++) {
         PyObject *value = Py_NewRef(PyList_GET_ITEM(list, n));
         failed = put_value(out, value, levels);
         Py_DECREF(value);
+        if (PyList_GET_SIZE(list) != count)
+            failed = -1;
     }
     return failed;
 }
@@ -204,14 +209,16 @@ static int
 put_dict(Buffer *out, PyObject *dict, int levels)
 {
     PyObject *key, *value;
-    Py_ssize_t at = 0;
-    int failed = put_count(out, PyDict_GET_SIZE(dict), 0x80, 0xde);
-    while (!failed && PyDict_Next(dict, &at, &key, &value)) {
-        Py_INCREF(value); /* what it is described by may be Python's */
+    Py_ssize_t at = 0, count = PyDict_GET_SIZE(dict), n = 0;
+    int failed = put_count(out, count, 0x80, 0xde);
+    for (; !failed && PyDict_Next(dict, &at, &key, &value); n++) {
+        Py_INCREF(value);
         failed = put_key(out, key) < 0 ? -1 : put_value(out, value, levels);
         Py_DECREF(value);
+        if (PyDict_GET_SIZE(dict) != count)
+            failed = -1;
     }
-    return failed;
+    return n == count ? failed : -1;
 }
 
 /* -1 without an exception: it is of a kind left to the twin. `levels` are around it. */
@@ -311,13 +318,18 @@ take_list(Source *in, uint64_t count, int levels)
     if (count > (uint64_t)left(in) || levels >= MOST_LEVELS)
         return NULL;
     PyObject *list = PyList_New(count);
-    for (uint64_t n = 0; list != NULL && n < count; n++) {
+    if (list == NULL)
+        return NULL;
+    PyObject_GC_UnTrack(list); /* nobody may find it while elements are missing */
+    for (uint64_t n = 0; n < count; n++) {
         PyObject *value = take_value(in, levels + 1, 0);
-        if (value == NULL)
-            Py_CLEAR(list);
-        else
-            PyList_SET_ITEM(list, n, value);
+        if (value == NULL) {
+            Py_DECREF(list);
+            return NULL;
+        }
+        PyList_SET_ITEM(list, n, value);
     }
+    PyObject_GC_Track(list);
     return list;
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import struct
+import sys
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from payload_checks import same
+from torch.overrides import TorchFunctionMode
 
 from mq import repeated, speed
 from mq.codec import Codec
@@ -342,6 +345,45 @@ def test_what_is_packed_so_is_bounded() -> None:
     assert CODEC.encode([one, one]).buffers
 
 
+class Meddler(TorchFunctionMode):
+    """Changes a payload when it is first asked about the tensors of it."""
+
+    def __init__(self, change: Callable[[], object]) -> None:
+        super().__init__()
+        self._changes = [change]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if self._changes:
+            self._changes.pop()()
+        return func(*args, **(kwargs or {}))
+
+
+def _change(payload: Any, grows: bool) -> None:
+    if isinstance(payload, list):
+        payload.append(1) if grows else payload.pop()
+    elif grows:
+        payload["new"] = 1
+    else:
+        payload.popitem()
+
+
+@needs_compiled
+@pytest.mark.parametrize("grows", [True, False])
+@pytest.mark.parametrize("kind", [list, dict])
+def test_what_changes_while_it_is_packed_is_left_to_the_codec(
+    kind: type, grows: bool
+) -> None:
+    """A count that does not fit its elements would be nobody's message."""
+    tensors = [torch.zeros(2, 3) for _ in range(4)]
+    payload = tensors if kind is list else dict(enumerate(tensors))
+    in_python([payload])
+    assert speed.pack_mixed([payload], repeated.described) is not None
+    with Meddler(lambda: _change(payload, grows)):
+        assert speed.pack_mixed([payload], repeated.described) is None
+
+
 def decoded_in_python(area: bytes) -> Any:
     """As it is decoded where nothing is compiled; None: it is malformed."""
     with (
@@ -396,6 +438,36 @@ def test_what_is_damaged_is_unpacked_as_the_codec_does_or_not_at_all(
     found = speed.unpack_mixed(memoryview(damaged), False)
     expected = decoded_in_python(damaged)
     assert found is None or same(found, expected)
+
+
+@needs_compiled
+def test_nobody_sees_a_list_that_is_being_unpacked() -> None:
+    """It has places without elements until its last is made."""
+    payload = [torch.zeros(2, 3), *range(100)]
+    area = in_python(payload)
+    decoded_in_python(area)
+    calls = 0
+    seen: list[str] = []
+
+    def look(frame: object, event: str, called: object) -> None:
+        nonlocal calls
+        calls += 1
+        seen.extend(
+            repr(found)
+            for found in gc.get_objects()
+            if type(found) is list and len(found) == len(payload)
+        )
+
+    sys.setprofile(look)
+    try:
+        found = speed.unpack_mixed(memoryview(bytearray(area)), False)
+    finally:
+        sys.setprofile(None)
+    assert calls > 2  # of it, of what makes the tensor, and of what ends the profile
+    assert same(found, payload)
+    assert repr(payload) in seen
+    assert not any("<NULL>" in shown for shown in seen)
+    assert gc.is_tracked(found)
 
 
 @needs_compiled
