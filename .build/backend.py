@@ -13,7 +13,10 @@ from setuptools.build_meta import *  # noqa: F403  the hooks that pip calls
 
 SPEED = setuptools.Extension(
     "mq._speed",
-    [f"mq/_{name}.c" for name in ("speed", "alone", "lock", "passing", "repeated")],
+    [
+        f"mq/_{name}.c"
+        for name in ("speed", "alone", "copying", "lock", "passing", "repeated")
+    ],
     # So that a source distribution has them.
     depends=[*map(str, pathlib.Path("mq").glob("_*.h")), ".build/backend.py"],
     extra_compile_args=["-O3", "-std=c11", "-pthread"],

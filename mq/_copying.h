@@ -1,0 +1,9 @@
+/* What the extension module has of _copying.c. */
+
+#include <Python.h>
+
+#pragma GCC visibility push(hidden)
+PyObject *copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *fill(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *follow(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+#pragma GCC visibility pop
