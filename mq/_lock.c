@@ -94,13 +94,13 @@ let_go(void)
 
 /* Whether a signal's handler is that by which Python calls one of its own.
 
-   `faulthandler` puts itself before that of a signal, with a flag of its own. So may a
-   library's, of which Python knows nothing. */
+   `faulthandler` puts itself before that of a signal, with one of two flags that Python's
+   has not. So may a library's, of which Python knows nothing. */
 static int
 is_pythons(int number, const struct sigaction *action)
 {
     Dl_info its, pythons;
-    if (action->sa_flags & SA_NODEFER || action->sa_handler == SIG_DFL
+    if (action->sa_flags & (SA_NODEFER | SA_RESTART) || action->sa_handler == SIG_DFL
         || action->sa_handler == SIG_IGN || action->sa_handler == on_signal
         || !dladdr((void *)action->sa_handler, &its)
         || !dladdr((void *)PyErr_CheckSignals, &pythons)

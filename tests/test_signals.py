@@ -397,12 +397,20 @@ def test_handlers_in_c_and_signals_without_one_are_left_alone() -> None:
             speed.hold_signals([wrong])
 
 
-STOLEN = """
-import ctypes, os, signal
+BY_A_LIBRARY = """
+import ctypes, signal
 
 library = ctypes.CDLL(None)
 library.signal.argtypes = ctypes.c_int, ctypes.c_void_p
 library.signal(signal.SIGINT, ctypes.cast(library.abs, ctypes.c_void_p))
+"""
+BY_FAULTHANDLER = """
+import faulthandler, os, signal
+
+faulthandler.register(signal.SIGINT, file=open(os.devnull, "w"))
+"""
+STOLEN = """
+import os
 
 from mq import signals
 from mq.speed import Lock
@@ -420,9 +428,12 @@ print(ran == [signal.SIGTERM])
 
 
 @compiled
-def test_a_handler_in_c_of_which_python_does_not_know_is_left_alone() -> None:
-    """A library's, in place of Python's own: it gets its signal, and others wait."""
-    assert output_of(STOLEN).split() == ["[]", "True"]
+@pytest.mark.parametrize(
+    "steal", [BY_A_LIBRARY, BY_FAULTHANDLER], ids=["a library", "faulthandler"]
+)
+def test_a_handler_in_c_of_which_python_does_not_know_is_left_alone(steal: str) -> None:
+    """In place of Python's own: it gets its signal, and others wait."""
+    assert output_of(steal + STOLEN).split() == ["[]", "True"]
 
 
 STORM = """
