@@ -10,7 +10,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "_copying.h"
 
@@ -18,19 +20,42 @@
 #include <emmintrin.h>
 #endif
 
+static inline int64_t
+nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* For a moment, so that who shares the core is faster. */
+static inline void
+relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
 /* -- copies by several threads ---------- */
 
 #define SLICE ((size_t)512 * 1024)
-#define MOST_HELPERS 3
+#define MOST_HELPERS 3 /* of one copy */
+#define MOST_CREW 15   /* of all copies at once */
+#define EXPECTED_NS 150000 /* several times what publish does until it copies */
+#define IDLE_SECONDS 1 /* of a helper; starting it anew takes 30 to 60 us */
 
-typedef struct {
+typedef struct Job {
     char *target;
     const char *source;
     size_t nbytes;
+    int streams;        /* whether the target is not to go through the cache */
     atomic_size_t next; /* first byte that nobody has taken */
     atomic_size_t left; /* bytes that are not there yet */
-    int streams;        /* whether the target is not to go through the cache */
     atomic_int users;   /* who comes last frees it, maybe after Python has ended */
+    struct Job *older;  /* with the crew's lock */
 } Job;
 
 /* memcpy past the cache: what is copied would not be in it any more when somebody reads
@@ -90,32 +115,193 @@ leave(Job *job)
         free(job);
 }
 
-static void *
-help(void *job)
+/* Threads that help to copy. They stay for a while, since starting one takes as long as
+   copying megabytes, and sleep meanwhile. Nobody waits for one that comes late. */
+typedef struct {
+    pid_t tid; /* 0 until it runs */
+    int taken;
+    int away_from; /* a core; -1: none */
+} Seat;
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t called;
+    Job *_Atomic newest;       /* of the copies that are going on */
+    _Atomic int64_t expected;  /* until when another is: who is awake stays so */
+    int alive, busy, asleep;
+    Seat seats[MOST_CREW];
+} crew = {.lock = PTHREAD_MUTEX_INITIALIZER, .called = PTHREAD_COND_INITIALIZER};
+
+/* In a forked child, where none of them are. */
+static void
+forget_crew(void)
 {
-    copy_slices(job);
-    leave(job);
+    crew.lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    crew.called = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    atomic_store(&crew.newest, NULL);
+    crew.alive = crew.busy = crew.asleep = 0;
+    memset(crew.seats, 0, sizeof crew.seats);
+}
+
+int
+add_copying(void)
+{
+    static int watched;
+    if (!watched && pthread_atfork(NULL, NULL, forget_crew) != 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    watched = 1;
+    return 0;
+}
+
+/* A copy of which nobody has taken the last slice; with the lock. */
+static Job *
+open_job(void)
+{
+    Job *job = atomic_load(&crew.newest);
+    while (job != NULL && atomic_load(&job->next) >= job->nbytes)
+        job = job->older;
+    return job;
+}
+
+/* Whether a copy may have come that was expected; with the lock, but for meanwhile. */
+static int
+await_expected(void)
+{
+    if (nanoseconds() >= atomic_load(&crew.expected))
+        return 0;
+    pthread_mutex_unlock(&crew.lock);
+    while (atomic_load(&crew.newest) == NULL && nanoseconds() < atomic_load(&crew.expected))
+        for (int n = 0; n < 20; n++)
+            relax();
+    pthread_mutex_lock(&crew.lock);
+    return 1;
+}
+
+/* Whether it was called, and not left alone for long; with the lock. */
+static int
+sleep_until_called(void)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += IDLE_SECONDS;
+    crew.asleep++;
+    int failed = pthread_cond_timedwait(&crew.called, &crew.lock, &until);
+    crew.asleep--;
+    return !failed;
+}
+
+static void *
+help(void *given)
+{
+    Seat *seat = given;
+    pthread_setname_np(pthread_self(), "mq-copy");
+    pthread_mutex_lock(&crew.lock);
+    seat->tid = (pid_t)syscall(SYS_gettid);
+    do {
+        Job *job;
+        while ((job = open_job()) != NULL) {
+            atomic_fetch_add(&job->users, 1);
+            atomic_store(&crew.expected, 0); /* that was it */
+            crew.busy++;
+            pthread_mutex_unlock(&crew.lock);
+            copy_slices(job);
+            leave(job);
+            pthread_mutex_lock(&crew.lock);
+            crew.busy--;
+        }
+    } while (await_expected() || sleep_until_called());
+    seat->taken = 0;
+    crew.alive--;
+    pthread_mutex_unlock(&crew.lock);
     return NULL;
 }
 
+/* How many are to help with so many bytes; with the cores that this thread may use. */
 static int
-helpers(size_t nbytes)
+helpers(size_t nbytes, cpu_set_t *set)
 {
-    cpu_set_t set;
-    int cores = 1;
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        cores = CPU_COUNT(&set);
-    int wanted = (int)(nbytes / (4 * SLICE));
-    int most = cores - 1 < MOST_HELPERS ? cores - 1 : MOST_HELPERS;
-    return wanted < most ? wanted : most;
+    size_t wanted = nbytes / (4 * SLICE);
+    if (!wanted || sched_getaffinity(0, sizeof *set, set) != 0)
+        return 0;
+    int most = CPU_COUNT(set) - 1 < MOST_HELPERS ? CPU_COUNT(set) - 1 : MOST_HELPERS;
+    return wanted < (size_t)most ? (int)wanted : most;
 }
 
-/* Threads that live for one copy: nothing stays behind, and nothing is there to be lost
-   by a fork. One that comes late finds nothing to do, and nobody waits for it. */
-static void
-copy_together(char *target, const char *source, size_t nbytes, int count, int streams)
+/* Starts a thread; with the lock. */
+static int
+hire(Seat *seat, const cpu_set_t *others)
 {
-    Job *job = count > 0 ? malloc(sizeof *job) : NULL;
+    pthread_attr_t attributes;
+    if (pthread_attr_init(&attributes) != 0)
+        return -1;
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, 128 * 1024);
+    pthread_attr_setaffinity_np(&attributes, sizeof *others, others);
+    sigset_t all, before;
+    sigfillset(&all); /* signals are for the threads that the application knows, */
+    sigdelset(&all, SIGSEGV); /* but for those of a thread itself */
+    sigdelset(&all, SIGBUS);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t thread;
+    seat->tid = 0;
+    int failed = pthread_create(&thread, &attributes, help, seat);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    if (failed)
+        return -1;
+    seat->taken = 1;
+    crew.alive++;
+    return 0;
+}
+
+/* Wakes so many who have nothing to do, on other cores than this thread's; with the lock.
+   The system may know no better than to wake a thread on the core that it last ran on,
+   though others are idle, and there it would only take turns with who called it. */
+static void
+call(int count, cpu_set_t *set)
+{
+    int own = sched_getcpu(), most = CPU_COUNT(set) - 1;
+    if (own >= 0)
+        CPU_CLR(own, set);
+    for (int n = 0; n < MOST_CREW; n++) {
+        Seat *seat = &crew.seats[n];
+        int is_new = !seat->taken;
+        if (is_new && (crew.alive - crew.busy >= count || crew.alive >= most))
+            continue;
+        if (is_new && hire(seat, set) < 0)
+            break;
+        if (!is_new && seat->tid && seat->away_from != own)
+            sched_setaffinity(seat->tid, sizeof *set, set);
+        seat->away_from = own;
+    }
+    for (int n = crew.asleep < count ? crew.asleep : count; n > 0; n--)
+        pthread_cond_signal(&crew.called);
+}
+
+PyObject *
+expect_copy(PyObject *module, PyObject *size)
+{
+    size_t nbytes = PyLong_AsSize_t(size);
+    if (PyErr_Occurred())
+        return NULL;
+    cpu_set_t set;
+    int count = helpers(nbytes, &set);
+    if (count && pthread_mutex_trylock(&crew.lock) == 0) {
+        atomic_store(&crew.expected, nanoseconds() + EXPECTED_NS);
+        call(count, &set);
+        pthread_mutex_unlock(&crew.lock);
+    }
+    Py_RETURN_NONE;
+}
+
+static void
+copy_together(char *target, const char *source, size_t nbytes, int streams)
+{
+    cpu_set_t set;
+    int count = helpers(nbytes, &set);
+    Job *job = count ? malloc(sizeof *job) : NULL;
     if (job == NULL) {
         copy_part(target, source, nbytes, streams);
         return;
@@ -127,27 +313,22 @@ copy_together(char *target, const char *source, size_t nbytes, int count, int st
     atomic_init(&job->next, 0);
     atomic_init(&job->left, nbytes);
     atomic_init(&job->users, 1);
-    pthread_attr_t attributes;
-    sigset_t all, before;
-    sigfillset(&all); /* signals are for the threads that the application knows, */
-    sigdelset(&all, SIGSEGV); /* but for those of a thread itself */
-    sigdelset(&all, SIGBUS);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    if (pthread_attr_init(&attributes) == 0) {
-        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-        pthread_attr_setstacksize(&attributes, 128 * 1024);
-        for (int n = 0; n < count; n++) {
-            pthread_t thread;
-            atomic_fetch_add(&job->users, 1);
-            if (pthread_create(&thread, &attributes, help, job) != 0) {
-                atomic_fetch_sub(&job->users, 1);
-                break;
-            }
-        }
-        pthread_attr_destroy(&attributes);
-    }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_mutex_lock(&crew.lock);
+    job->older = atomic_load(&crew.newest);
+    atomic_store(&crew.newest, job);
+    call(count, &set);
+    pthread_mutex_unlock(&crew.lock);
     copy_slices(job);
+    pthread_mutex_lock(&crew.lock);
+    Job *newer = atomic_load(&crew.newest);
+    if (newer == job) {
+        atomic_store(&crew.newest, job->older);
+    } else {
+        while (newer->older != job)
+            newer = newer->older;
+        newer->older = job->older;
+    }
+    pthread_mutex_unlock(&crew.lock);
     while (atomic_load(&job->left) > 0)
         sched_yield(); /* for one slice at most */
     leave(job);
@@ -173,7 +354,7 @@ copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     int fits = source.len == target.len;
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
-        copy_together(target.buf, source.buf, source.len, helpers(source.len), streams);
+        copy_together(target.buf, source.buf, source.len, streams);
         Py_END_ALLOW_THREADS
     } else {
         PyErr_Format(PyExc_ValueError, "%zd bytes do not fit into %zd", source.len,
@@ -266,14 +447,6 @@ end:
     PyMem_Free(pieces);
     PyMem_Free(starts);
     return done;
-}
-
-static inline int64_t
-nanoseconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 /* How many bytes beyond `done` are there; 0 if there are none for a while. */

@@ -796,6 +796,7 @@ static PyMethodDef methods[] = {
     {"encode_plain", encode_plain, METH_O, NULL},
     {"decode_run", (PyCFunction)(void (*)(void))decode_run, METH_FASTCALL, NULL},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, NULL},
+    {"expect_copy", expect_copy, METH_O, NULL},
     {"fill", (PyCFunction)(void (*)(void))fill, METH_FASTCALL, NULL},
     {"follow", (PyCFunction)(void (*)(void))follow, METH_FASTCALL, NULL},
     {"pop_ready", (PyCFunction)(void (*)(void))pop_ready, METH_FASTCALL, NULL},
@@ -835,7 +836,8 @@ PyMODINIT_FUNC
 PyInit__speed(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && intern_names() && intern_alone() && intern_repeated() && add_lock(module) == 0
+    if (module != NULL && intern_names() && intern_alone() && intern_repeated()
+        && add_copying() == 0 && add_lock(module) == 0
         && add_type(module, "Gate", &gate_spec) == 0
         && add_type(module, "Bell", &bell_spec) == 0)
         return module;

@@ -99,6 +99,10 @@ copy: Final[Callable[[memoryview, memoryview, bool], None]] = (
 Other threads run meanwhile; compiled, several of its own copy, and past the cache if
 the third says so: that is quicker for what does not stay there anyway.
 """
+expect_copy: Final[Callable[[int], object]] = (
+    _speed.expect_copy if COMPILED else _nothing
+)
+"""Says that so many bytes are about to be copied: who helps is awake by then."""
 fill: Final[Callable[[list[tuple[int, memoryview]], memoryview, memoryview], None]] = (
     _speed.fill if COMPILED else _fill
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -451,17 +454,98 @@ def test_many_copy_at_once() -> None:
             if not np.array_equal(source, target):
                 wrong.append(number)
 
-    before = len(os.listdir("/proc/self/task"))
     threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not wrong
+    _await_end()
+
+
+def _helpers() -> set[int]:
+    """The threads of this process that help to copy."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if (task / "comm").read_text() == "mq-copy\n":
+                found.add(int(task.name))
+    return found
+
+
+def _await_end() -> None:
+    """Until nobody helps."""
     until = time.monotonic() + 60.0
-    while len(os.listdir("/proc/self/task")) > before:
+    while _helpers():
         assert time.monotonic() < until
         os.sched_yield()
+
+
+needs_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one core: nobody helps"
+)
+
+
+def _copy_some() -> None:
+    source, target = np.ones(8 << 20, np.uint8), np.zeros(8 << 20, np.uint8)
+    speed.copy(source.data, target.data, False)
+    assert target.all()
+
+
+@needs_compiled
+@needs_cores
+def test_who_helps_to_copy_stays_for_the_next_copy_on_another_core() -> None:
+    """And ends when none comes."""
+    until = time.monotonic() + 60.0
+    before, found = {0}, set[int]()
+    while not found or found != before:  # as long as one has ended meanwhile
+        assert time.monotonic() < until
+        before = found
+        _copy_some()
+        found = _helpers()
+    with contextlib.suppress(ProcessLookupError):
+        for helper in found:
+            cores = os.sched_getaffinity(helper)
+            assert len(cores) == len(os.sched_getaffinity(0)) - 1
+    _await_end()
+
+
+@needs_compiled
+@needs_cores
+def test_who_is_called_for_a_copy_that_does_not_come_ends() -> None:
+    """Small copies need nobody."""
+    _await_end()
+    speed.expect_copy(1 << 20)
+    assert not _helpers()
+    until = time.monotonic() + 60.0
+    while not _helpers():  # it has its name a little later
+        assert time.monotonic() < until
+        speed.expect_copy(8 << 20)
+    _await_end()
+
+
+@needs_compiled
+@needs_cores
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_helpers_of_its_own() -> None:
+    """Those of its parent are not there, nor what they were doing."""
+    copying = threading.Thread(target=lambda: [_copy_some() for _ in range(50)])
+    copying.start()
+    codes: list[int] = []
+    while copying.is_alive() or not codes:
+        speed.expect_copy(8 << 20)
+        pid = os.fork()
+        if not pid:
+            signal.alarm(20)  # a lock that nobody will release
+            code = 1
+            try:
+                _copy_some()
+                code = 0 if len(os.listdir("/proc/self/task")) > 1 else 2
+            finally:
+                os._exit(code)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    copying.join()
+    assert set(codes) == {0}
 
 
 # -- copies of what is still being written ----------

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from mq import speed
 from mq.buffers import cache_bytes, copy
 from mq.log import Log
 from mq.mesh.large import INLINE_BYTES, Large
@@ -111,6 +112,8 @@ class Publishing(Waiting):
             if way is _Way.LATER:
                 return False
             if way is not _Way.SENT:
+                if way is _Way.LAID_OUT:
+                    speed.expect_copy(frames.nbytes)
                 block, waits = self._take_block(
                     name, frames.nbytes, deadline, turns, way is _Way.FOLLOWED
                 )
