@@ -11,6 +11,7 @@ from mq.errors import (
     Closed,
     FlushTimeout,
     MessagesLost,
+    MessageTooLarge,
     RecvTimeout,
     SubscribeTimeout,
     UntrustedPayload,
@@ -288,6 +289,7 @@ class BlockingQueue(Membership):
         Raises:
             RecvTimeout: Nothing came in time.
             MessagesLost: A publisher had given this member up; the queue goes on.
+            MessageTooLarge: A retained message was, for this member; it goes on, too.
             UntrustedPayload, CodecError: A message could not be decoded; the next
                 call goes on.
             Closed: The queue is closed, or was closed while waiting.
@@ -314,11 +316,13 @@ class BlockingQueue(Membership):
                 self._driver.put_back()
             raise
 
-    def _finish(self, item: Message | Entry | MessagesLost) -> Message:
+    def _finish(
+        self, item: Message | Entry | MessagesLost | MessageTooLarge
+    ) -> Message:
         """What `recv` returns, or raises, for what it took."""
         if type(item) is Message:
             return item
-        if isinstance(item, MessagesLost):
+        if isinstance(item, MessagesLost | MessageTooLarge):
             raise item
         return self._message(item)  # type: ignore[arg-type]
 

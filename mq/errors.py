@@ -99,7 +99,22 @@ class MessagesLost(MQError):
 
 
 class MessageTooLarge(MQError, ValueError):
-    """A message is larger than some subscriber's `max_message_bytes`."""
+    """A message is larger than some subscriber's `max_message_bytes`.
+
+    Raised by `publish`; and once by `recv` for a retained one that was there before
+    this member subscribed. The queue goes on afterwards.
+    """
+
+    @classmethod
+    def retained(
+        cls, sender: str, topic: str, nbytes: int, limit: int
+    ) -> MessageTooLarge:
+        """What a subscriber raises that has a limit of so many bytes."""
+        return cls(
+            f"the retained message of {sender!r} on {topic!r} has {nbytes} bytes; this "
+            f"member's max_message_bytes is {limit}, so it was not sent. Raise "
+            "max_message_bytes here or have smaller parts published"
+        )
 
 
 class CodecError(MQError, ValueError):

@@ -32,6 +32,7 @@ class Feed:
         progress: The large message that is being sent chunk by chunk, which `next` has
             passed so that it cannot be replaced, and the index of its next chunk.
         on_wire: For keep-last, whether a message has left and is not yet received.
+        withheld: Size of a retained message that is too large for the subscriber, or 0.
         joined: Sequence of the first message published after the subscription began.
         first: Sequence of the first message that it gets.
         follows: Whether lent messages may be announced before they are written.
@@ -57,6 +58,7 @@ class Feed:
         "session",
         "subscription",
         "topic",
+        "withheld",
     )
 
     def __init__(
@@ -86,7 +88,12 @@ class Feed:
         self.first = self.received = newest
         self.late: Outgoing | None = None
         retained = topic.retained
-        if retained is not None and retained.sequence > seen:
+        self.withheld = 0
+        if retained is None or retained.sequence <= seen:
+            return
+        if len(retained.data) > session.peer.max_message_bytes:
+            self.withheld = len(retained.data)
+        else:
             # It counts against the credit as one message of its size.
             self.base_sequence -= 1
             self.base_total -= len(retained.data)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
-from mq.errors import MessagesLost
+from mq.errors import MessagesLost, MessageTooLarge
 from mq.mesh.incoming import Entry, Run, Source
 from mq.mesh.subscription import Subscription
 
@@ -28,7 +28,7 @@ class Returned(NamedTuple):
     item: Any
 
 
-Item = Run | Source | MessagesLost | Returned
+Item = Run | Source | MessagesLost | MessageTooLarge | Returned
 """What waits in the inbox; a Source stands for the oldest message it keeps."""
 
 
@@ -78,7 +78,7 @@ class Inbox:
         return run.taken
 
     def take(self) -> Any:
-        """The next product, entry or loss notice, or None.
+        """The next product, entry or notice, which is an error, or None.
 
         The caller calls `hand_over` when it has it, and `undo_take` after an exception.
         """

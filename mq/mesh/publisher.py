@@ -12,7 +12,7 @@ from mq.mesh.feed import Feed
 from mq.mesh.large import INLINE_BYTES, Cutting, Large, Take, cut, whole
 from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.poller import cores
-from mq.mesh.wire import Malformed, Subscribe, Subscribed
+from mq.mesh.wire import Begun, Malformed, Subscribe, Subscribed
 from mq.message import MAX_TOPIC_BYTES
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class Publisher:
         published next is either before the answer or in the stream.
         """
         feeds: dict[int, Feed] = {}
-        answers = []
+        answers: list[Begun] = []
         for request in self._new(session, requests):
             topic = self._listed(request.topic)
             feed = feeds[request.subscription] = Feed(
@@ -225,7 +225,9 @@ class Publisher:
                 request.follows,
             )
             retained = -1 if feed.late is None else feed.late.sequence
-            answers.append(Subscribed(request.subscription, feed.joined, retained))
+            answer = request.subscription, feed.joined, retained
+            late = feed.withheld
+            answers.append(Subscribed(*answer, late) if late else Begun(*answer))
         if not answers:
             return
         frame = session.control_frame(wire.SUBSCRIBED, answers)

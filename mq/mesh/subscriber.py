@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from mq.borrowing import Returns
-from mq.errors import MessagesLost
+from mq.errors import MessagesLost, MessageTooLarge
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.copying import Borrow, Copies
@@ -177,6 +177,7 @@ class Subscriber:
         """A publisher acknowledged; report what was lost since its last session."""
         remembered = self._remembered.get(session.peer.incarnation, {})
         begun: dict[Source, Arrivals] = {}
+        notices: list[MessagesLost | MessageTooLarge] = []
         lost: dict[str, int] = {}
         reason = ""  # of all alike: they ended together
         for answer in answers:
@@ -187,6 +188,9 @@ class Subscriber:
             newest, owed, why = remembered.get(topic, NOTHING_CAME)
             first = max(answer.next_sequence, owed + 1)
             begun[source] = source.begin(first, answer.retained, newest)
+            if answer.withheld:
+                large = (session.name, topic, answer.withheld, self._limit)
+                notices.append(MessageTooLarge.retained(*large))
             if topic not in remembered:
                 continue
             count = answer.next_sequence - 1 - owed - (answer.retained > owed)
@@ -198,9 +202,9 @@ class Subscriber:
         items: tuple[object, ...] = tuple(begun.values())
         if lost:
             count = sum(lost.values())
-            notice = MessagesLost(session.name, sorted(lost), count, reason)
-            queues, items = (*queues, self.inbox.fifo), (*items, notice)
-        append_each(queues, items)
+            notices.append(MessagesLost(session.name, sorted(lost), count, reason))
+        queues += (self.inbox.fifo,) * len(notices)
+        append_each(queues, (*items, *notices))
         for source in begun:
             topic = source.subscription.topic
             remembered.pop(topic, None)

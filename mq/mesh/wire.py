@@ -114,7 +114,7 @@ class Subscribe(msgspec.Struct, array_like=True, frozen=True):
     follows: bool = False
 
 
-class Subscribed(msgspec.Struct, array_like=True, frozen=True):
+class Begun(msgspec.Struct, array_like=True, frozen=True):
     """The publisher's answer: the next new message will have this sequence.
 
     `retained` is the sequence of the retained message that comes first, or -1.
@@ -123,6 +123,15 @@ class Subscribed(msgspec.Struct, array_like=True, frozen=True):
     subscription: SubscriptionId
     next_sequence: Number
     retained: SequenceNumber
+
+
+class Subscribed(Begun, array_like=True, frozen=True):
+    """The same with the size of a retained message over the subscriber's limit.
+
+    It does not come. Where there is none the size is left out.
+    """
+
+    withheld: Number = 0
 
 
 class Credit(msgspec.Struct, array_like=True, frozen=True):

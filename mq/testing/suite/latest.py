@@ -156,6 +156,27 @@ def retained_message_is_sent_once_for_each_subscription(group: Group) -> None:
         b.call("unsubscribe", "t")
 
 
+@case("edge: Retain")
+def retained_message_that_is_too_large_is_refused_once(group: Group) -> None:
+    """By who subscribes with a lower `max_message_bytes`; all else is delivered."""
+    a = group.member("a")
+    b = group.member("b", max_message_bytes=MIB)
+    c = group.member("c")
+    b.subscribe("other")
+    a.publish("t", programs.pattern(1, 3 * MIB), retain=True)
+    for history in (mq.KEEP_ALL, mq.keep_last(1)):
+        b.subscribe("t", history=history)
+        with expect(mq.MessageTooLarge, "'a' on 't'", f"max_message_bytes is {MIB}"):
+            b.recv()
+        a.publish("other", "small")
+        a.publish("t", "newer")
+        assert {b.recv().payload, b.recv().payload} == {"small", "newer"}
+        b.call("unsubscribe", "t")
+    c.subscribe("t")
+    (message,) = c.run(programs.receive, 1)
+    assert message.digest == programs.digest(programs.pattern(1, 3 * MIB))
+
+
 def _clear(queue: mq.MQ, topic: str) -> None:
     queue.publish(topic, mq.CLEAR, retain=True)
 
