@@ -134,8 +134,12 @@ def _check(entry: SafeType, taken: SafeType | None) -> None:
 
 
 def type_name(kind: type) -> str:
-    """``module:qualname`` of a class."""
-    return f"{kind.__module__}:{kind.__qualname__}"
+    """``module:qualname`` of a class.
+
+    A process that multiprocessing has started runs its parent's script by another name.
+    """
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+    return f"{module}:{kind.__qualname__}"
 
 
 def by_type(kind: type) -> SafeType | None:

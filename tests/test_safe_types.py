@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from fresh_python import printed_by
 from payload_checks import CODEC, area_of, same, travel
 from tensordict import NonTensorStack, TensorDict
 
@@ -531,3 +532,42 @@ def test_a_plain_message_in_shared_memory_is_copied_before_it_is_looked_at(
 
     monkeypatch.setattr("mq.codec.decode_plain", meddling)
     assert CODEC.decode(area, read_only=True) == {"text": "before"}
+
+
+SCRIPT = """
+import dataclasses
+import multiprocessing
+
+import mq
+
+
+@dataclasses.dataclass
+class Reward:
+    value: float
+
+
+mq.add_safe_types(Reward)
+
+
+def actor() -> None:
+    with mq.connect("tcp", group="script", name="actor") as queue:
+        queue.wait_for_subscribers("rewards", 1, timeout=60)
+        queue.publish("rewards", Reward(1.5))
+        queue.flush(timeout=60)
+
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=actor)
+    with mq.connect("tcp", group="script", name="learner") as queue:
+        queue.subscribe("rewards")
+        process.start()
+        print(queue.recv(timeout=60).payload)
+    process.join()
+"""
+
+
+def test_a_type_of_a_script_has_one_name_in_all_its_processes(
+    tmp_path: pathlib.Path,
+) -> None:
+    """To a process that it spawns its module is another one."""
+    assert printed_by(SCRIPT, tmp_path) == ["Reward(value=1.5)"]
