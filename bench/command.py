@@ -162,11 +162,13 @@ def _check(options: argparse.Namespace) -> None:
             options.transports = [*_registered(), *_installed()]
     options.workloads = options.workloads or list(plan.WORKLOADS)
     for name in options.transports:
-        if not baselines.is_baseline(name):
-            unusable(name)
-        elif name not in baselines.BASELINES:
+        if baselines.is_baseline(name) and name not in baselines.BASELINES:
             known = ", ".join(baselines.BASELINES)
             raise LookupError(f"no baseline {name!r}; there are {known}")
+    reasons = {name: unusable(name) for name in options.transports}
+    if all(reasons.values()):
+        shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise LookupError(f"there is nothing to measure here. {shown}")
 
 
 def _registered() -> list[str]:

@@ -12,7 +12,6 @@ from mq.errors import (
     FlushTimeout,
     MessagesLost,
     MessageTooLarge,
-    RecvTimeout,
     SubscribeTimeout,
     UntrustedPayload,
 )
@@ -232,7 +231,7 @@ class BlockingQueue(Membership):
             raise TypeError("history is mq.KEEP_ALL or mq.keep_last(n)")
         for what, number in (("depth", depth), ("window_bytes", window_bytes)):
             if type(number) is not int or number < 1:
-                raise ValueError(f"{what} is {number!r}, but must be 1 or more")
+                raise ValueError(f"{what} is {number!r}, not a whole number, 1 or more")
         if device is not None:
             from mq.tensors import check_device  # it loads torch
 
@@ -302,7 +301,7 @@ class BlockingQueue(Membership):
             if waits and self._pop_ready(self._driver, self._inbox, box):
                 return box[0]  # type: ignore[no-any-return]
             if not self._take(box, timeout):
-                raise RecvTimeout(f"{self!r}: no message within {timeout:g} s")
+                raise self._nothing_came(timeout)
             with self._whole():  # what is raised in there is not a signal handler's
                 try:
                     message = self._finish(box[0])

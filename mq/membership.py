@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mq import exits, settings, stats
-from mq.errors import Closed, MembersTimeout
+from mq.errors import Closed, MembersTimeout, RecvTimeout
 from mq.log import Log
 from mq.members import Member
 from mq.mesh import wire
 from mq.message import check_topic
+from mq.options import whole
 from mq.seconds import seconds
 from mq.transport import LINGER_SECONDS, Capabilities
 from mq.undisturbed import undisturbed
@@ -107,6 +109,8 @@ class Membership:
             MembersTimeout: There were fewer; names those that are there.
         """
 
+        n = whole("n", n, 0, sys.maxsize)
+
         def enough() -> bool:
             return sum(s.introduced for s in self._mesh.sessions.values()) + 1 >= n
 
@@ -130,7 +134,7 @@ class Membership:
         Raises:
             MembersTimeout: There were fewer; names those that are there.
         """
-        topic = check_topic(topic)
+        topic, n = check_topic(topic), whole("n", n, 0, sys.maxsize)
         publisher = self._mesh.publisher
         if not self._driver.wait_until(
             lambda: len(publisher.subscribers(topic)) >= n, timeout
@@ -140,6 +144,11 @@ class Membership:
                 f"{self!r}: {len(names)} of {n} subscribers of {topic!r} within "
                 f"{timeout:g} s: {names}"
             )
+
+    def _nothing_came(self, timeout: float | None) -> RecvTimeout:
+        """What `recv` raises when its time is up."""
+        hint = "" if self._mesh.subscriber.topics else "; it is subscribed to nothing"
+        return RecvTimeout(f"{self!r}: no message within {timeout:g} s{hint}")
 
     # -- state ----------
 
@@ -278,6 +287,7 @@ class Membership:
         self._joined.abandon()
 
     def __enter__(self) -> Self:
+        self._driver.check()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

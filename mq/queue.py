@@ -142,7 +142,7 @@ class MQ(BlockingQueue):
                 with contextlib.suppress(RecvTimeout):
                     return self.recv(0)
                 if not await _wait(wakeup, deadline):
-                    raise RecvTimeout(f"{self!r}: no message within {timeout:g} s")
+                    raise self._nothing_came(timeout)
 
     async def apublish(
         self,

@@ -289,6 +289,8 @@ def remedy(kind: type) -> str:
             hint = "send .filled(...), or its .data and its .mask"
         elif issubclass(kind, np.ndarray):
             hint = "convert it with numpy.asarray"
+    if hint is None and any(type_name(base) in _WITH_STATE for base in kind.__mro__):
+        hint = "send .state_dict(), which load_state_dict takes"
     if hint is None and _holds_tensors(kind):
         hint = "send .to_tensordict(), with TensorDict registered"
     if hint is None and kind.__module__ == "builtins":  # they cannot be registered
@@ -324,6 +326,11 @@ _ENCODERS: Final = {
     "uuid:UUID": "str",
 }
 _TENSORDICT_BASE: Final = "tensordict.base:TensorDictBase"
+_WITH_STATE: Final = {
+    "torch.nn.modules.module:Module",
+    "torch.optim.optimizer:Optimizer",
+    "torch.optim.lr_scheduler:LRScheduler",
+}
 _HINTS: Final = {
     "tensordict._lazy:LazyStackedTensorDict": (
         "send .contiguous(), or the list .tensordicts, with TensorDict registered"

@@ -91,7 +91,9 @@ def resolve(
             "which group? Pass group='...' or set MQ_GROUP: members of one group hear "
             "each other, so a default would join unrelated runs"
         )
-    chosen_name = pick("name", name, "MQ_NAME") or _default_name()
+    chosen_name = pick("name", name, "MQ_NAME")
+    if chosen_name is None:
+        chosen_name = _default_name()
     _check_text("group", chosen_group, 100)
     _check_text("name", chosen_name, 100)
     listen_list = _strings("listen", listen or ())

@@ -105,8 +105,27 @@ def test_any_time_may_be_waited(pair: Pair, time: float) -> None:
 
 def test_a_time_may_be_a_number_of_numpys(pair: Pair) -> None:
     """Where it is waited for, too."""
-    with pytest.raises(mq.RecvTimeout, match=r"within 0\.5 s"):
+    with pytest.raises(mq.RecvTimeout, match=r"within 0\.5 s; it is subscribed to no"):
         pair[0].recv(timeout=np.float32(0.5))
+    pair[0].subscribe("t")
+    with pytest.raises(mq.RecvTimeout, match=r"within 0 s$"):
+        pair[0].recv(timeout=0)
+
+
+@pytest.mark.parametrize("count", ["2", 1.5, None])
+def test_what_is_waited_for_is_a_whole_number(pair: Pair, count: Any) -> None:
+    """Refused by name, before anything is waited for."""
+    with pytest.raises(TypeError, match="n is a whole number"):
+        pair[0].wait_for_members(count, timeout=0)
+    with pytest.raises(TypeError, match="n is a whole number"):
+        pair[0].wait_for_subscribers("t", count, timeout=0)
+
+
+def test_a_closed_queue_cannot_be_entered(pair: Pair) -> None:
+    """What is done in there would fail one by one."""
+    pair[1].close()
+    with pytest.raises(mq.Closed), pair[1]:
+        pass
 
 
 def test_close_may_take_as_long_as_it_takes(pair: Pair) -> None:
@@ -125,7 +144,13 @@ def test_close_may_take_as_long_as_it_takes(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"depth": 0}, {"depth": 1.5}, {"window_bytes": -1}, {"window_bytes": True}],
+    [
+        {"depth": 0},
+        {"depth": 1.5},
+        {"depth": "8"},
+        {"window_bytes": -1},
+        {"window_bytes": True},
+    ],
     ids=str,
 )
 def test_a_window_that_cannot_be_is_refused(pair: Pair, options: Any) -> None:

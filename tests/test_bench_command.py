@@ -258,3 +258,15 @@ def test_bad_arguments_are_refused_in_words(
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_transports_of_which_none_is_usable_are_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `--transports cuda` where there is none; each says why."""
+    monkeypatch.setattr("bench.command.unusable", lambda name: f"no {name} here")
+    with pytest.raises(SystemExit) as ended:
+        main(["--quick", "--transports", "tcp,shm"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "nothing to measure here. tcp: no tcp here; shm: no shm here" in said

@@ -275,6 +275,8 @@ def test_what_cannot_travel_is_refused_with_place_and_remedies(
         (range(3), r"list\("),
         (defaultdict(int), "add_safe_types"),
         (decimal.Decimal(1), "add_safe_types"),
+        (torch.nn.Sequential(), r"\.state_dict\(\)"),
+        (torch.optim.SGD([torch.zeros(1)]), r"\.state_dict\(\)"),
         (pathlib.PurePosixPath("x"), "add_safe_types"),
         (torch.float32, "add_safe_types"),
         (lambda: 1, "send data .* allow_pickle"),

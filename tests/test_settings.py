@@ -67,6 +67,7 @@ def test_an_argument_beats_the_environment() -> None:
         ({"backend": "zmq", "group": ""}, "group"),
         ({"backend": "zmq", "group": "a\nb"}, "printable"),
         ({"backend": "zmq", "group": "g", "name": "x" * 101}, "name"),
+        ({"backend": "zmq", "group": "g", "name": ""}, "name"),
         ({"backend": "zmq", "group": "g", "peer_timeout": 0}, "peer_timeout"),
         ({"backend": "zmq", "group": "g", "connect_timeout": -1}, "connect_timeout"),
         ({"backend": "zmq", "group": "g", "max_message_bytes": 0}, "max_message_bytes"),

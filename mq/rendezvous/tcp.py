@@ -81,7 +81,8 @@ def _open_keyring(address: Address, timeout: float) -> DirectoryStore:
     if not is_loopback(address.sockaddr[0]):
         raise TransportUnavailable(
             f"a rendezvous at {address} can be reached by others and needs a secret: "
-            "give all members the same secret= or MQ_SECRET"
+            "give all members the same secret= or MQ_SECRET, and `mq rendezvous` the "
+            "same MQ_SECRET or --secret-file"
         )
     group = f"\0{address}"  # not printable, so no group of members has this name
     return DirectoryStore(local_base(), group, shared=False, timeout=timeout)
