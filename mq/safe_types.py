@@ -289,10 +289,10 @@ def remedy(kind: type) -> str:
             hint = "send .filled(...), or its .data and its .mask"
         elif issubclass(kind, np.ndarray):
             hint = "convert it with numpy.asarray"
-    if hint is None and any(type_name(base) in _WITH_STATE for base in kind.__mro__):
-        hint = "send .state_dict(), which load_state_dict takes"
     if hint is None and _holds_tensors(kind):
         hint = "send .to_tensordict(), with TensorDict registered"
+    if hint is None and any(type_name(base) in _WITH_STATE for base in kind.__mro__):
+        hint = "send .state_dict(), which load_state_dict takes"
     if hint is None and kind.__module__ == "builtins":  # they cannot be registered
         hint = (
             "send data in its place, or pass allow_pickle=True to mq.connect on both "

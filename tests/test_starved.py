@@ -11,6 +11,7 @@ from test_shm_limits import allow_all_memory, limit_more_memory
 from test_shm_memory import group_of
 
 import mq
+from mq.mesh import publishing
 from mq.testing import STEP, Member, wait_until
 
 MIB = 1 << 20
@@ -62,3 +63,42 @@ def test_a_message_waits_for_memory_and_others_do_not(backend: str) -> None:
         assert b.run(_receive) == ("large", 160 * MIB, True)
         assert b.run(_connections)["c"] == before["c"]
         assert not b.run(_malformed)
+
+
+def _publish_without_memory(queue: mq.MQ, nbytes: int) -> list[str]:
+    """The array is changed as soon as `publish` returns; who is subscribed then."""
+    asked: list[int] = []
+
+    def take(nbytes: int) -> memoryview:
+        asked.append(nbytes)
+        raise MemoryError("none is left")
+
+    queue._mesh.publisher._take = take
+    publishing.COPY_BYTES_PER_SECOND = 1e18  # it copies after 2 ms
+    array = np.full(nbytes, 7, np.uint8)
+    queue.publish("t", array, timeout=STEP)
+    array[:] = 1
+    assert asked
+    return queue.subscribers("t")
+
+
+@pytest.mark.parametrize("backend", ["tcp", "zmq:ipc", "nng:ipc"])
+def test_what_cannot_be_copied_aside_is_waited_for(backend: str) -> None:
+    """It is committed: the caller's memory is free when it has left, and not before."""
+    with group_of(backend, peer_timeout=60.0) as group:
+        a, b = group.members("a", "b")
+        b.subscribe("t", window_bytes=1 << 30)
+        assert a.run(_publish_without_memory, 128 * MIB) == ["b"]
+        assert b.run(_receive) == ("t", 128 * MIB, True)
+        a.publish("t", "next")
+        assert b.recv().payload == "next"
+
+
+def test_who_takes_nothing_of_what_cannot_be_copied_is_given_up() -> None:
+    """`publish` waits for that."""
+    with group_of("tcp", peer_timeout=2.0) as group:
+        a, b = group.members("a", "b")
+        b.subscribe("t", window_bytes=1 << 30)
+        b.stop()
+        assert a.run(_publish_without_memory, 128 * MIB) == []
+        b.cont()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection
 from enum import Enum
@@ -26,6 +27,9 @@ logger = Log(__name__)
 
 COPY_BYTES_PER_SECOND: Final = 2e9
 """Assumed speed of copying a large message aside; see `_stream`."""
+
+_SHORT_SECONDS: Final = 0.02
+"""Between two attempts to copy something where there is no memory."""
 
 OWN_BYTES: Final = 8 << 20
 """How much is copied aside at a time, between looks at what else there is to do."""
@@ -160,6 +164,7 @@ class Publishing(Waiting):
         block: Block | None,
     ) -> None:
         published_at = time.time()
+        newest = topic.newest
         message: Outgoing | None = None
         held_until: float | None = None
         try:
@@ -171,11 +176,15 @@ class Publishing(Waiting):
                 due = feed.session.batch_at
                 if due is not None and (held_until is None or due < held_until):
                     held_until = due
-        except BaseException:
+        except BaseException as error:
             self.mesh.recover()
-            if message is not None:
-                self._own(topic, message, None)
-            raise
+            if topic.newest == newest:  # nobody got it
+                raise
+            message = message or topic.message(newest + 1)
+            self._let_go(topic, message)
+            if not isinstance(error, MemoryError):
+                raise
+            now = time.monotonic()
         if type(message.data) is Large and block is None:
             self._stream(topic, message, stream)
             now = time.monotonic()
@@ -193,7 +202,8 @@ class Publishing(Waiting):
         Memory for a few chunks serves the whole message that way, and for a few
         messages where they are copied together: also then it waits. Waiting for the
         wire costs at most about as long as copying the rest would, so the sum is never
-        more than twice the better of the two.
+        more than twice the better of the two. Where there is no memory all of it leaves
+        so: it is committed, and `publish` may not fail any more.
         """
         assert isinstance(message.data, Large)
         to_copy = len(message.data) - sum(message.data.areas)
@@ -212,9 +222,24 @@ class Publishing(Waiting):
             while not self._own(topic, message, OWN_BYTES):
                 self._poll()  # new memory may be slow, and peers must hear of us
                 self._give_way()
+        except MemoryError:
+            pass
         finally:
-            self._own(topic, message, None)
+            self._let_go(topic, message)
             self._leave()
+
+    def _let_go(self, topic: Topic, message: Outgoing) -> None:
+        """Have nothing of a committed message in the caller's memory any more.
+
+        What cannot be copied leaves from there. Who takes nothing is given up in time.
+        """
+        while True:
+            with contextlib.suppress(MemoryError):
+                self._own(topic, message, None)
+                return
+            with contextlib.suppress(MemoryError):
+                self._sleep(time.monotonic() + _SHORT_SECONDS)
+                self._poll()
 
     def carried(self, name: str) -> frozenset[str]:
         """Devices whose tensors are to stay there for the next message on a topic.
