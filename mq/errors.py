@@ -103,18 +103,25 @@ class MessageTooLarge(MQError, ValueError):
 
     Raised by `publish`; and once by `recv` for a retained one that was there before
     this member subscribed. The queue goes on afterwards.
+
+    Attributes:
+        topic: Of that retained message; "" where `publish` raised it.
     """
+
+    topic = ""
 
     @classmethod
     def retained(
         cls, sender: str, topic: str, nbytes: int, limit: int
     ) -> MessageTooLarge:
         """What a subscriber raises that has a limit of so many bytes."""
-        return cls(
+        error = cls(
             f"the retained message of {sender!r} on {topic!r} has {nbytes} bytes; this "
             f"member's max_message_bytes is {limit}, so it was not sent. Raise "
             "max_message_bytes here or have smaller parts published"
         )
+        error.topic = topic
+        return error
 
 
 class CodecError(MQError, ValueError):

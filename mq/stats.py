@@ -21,7 +21,7 @@ class TopicStats:
         blocked_seconds: Time that `publish` waited for credit.
         received, received_bytes: Messages that `recv` returned or raised for.
         dropped: Messages that a keep-last subscription replaced by newer ones.
-        lost: Messages that `MessagesLost` reported.
+        lost: Messages that `recv` reported as lost, or as too large to be sent.
         refused: Messages that could not be decoded or were not trusted.
         discarded: Messages received and never taken, when unsubscribing or closing.
     """

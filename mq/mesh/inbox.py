@@ -104,12 +104,14 @@ class Inbox:
 
     def _bring_forward(self) -> bool:
         """Put first what need not wait for a message that is still being copied."""
-        blocked: set[Source] = set()
+        blocked: set[tuple[Subscription, str]] = set()  # also of an earlier session
         for index, item in enumerate(self.fifo):
             if isinstance(item, Run):
+                source = item.source
+                stream = source.subscription, source.session.peer.incarnation
                 if item.copying is not None:
-                    blocked.add(item.source)
-                if item.source in blocked:
+                    blocked.add(stream)
+                if stream in blocked:
                     continue
             # In one step, so that an interrupt loses nothing.
             before, after = islice(self.fifo, index), islice(self.fifo, index + 1, None)
@@ -261,7 +263,7 @@ class Inbox:
                 dropped += len(item.areas) - item.taken
                 if item.copying is not None:
                     item.copying.wanted = False
-            else:
+            elif not isinstance(item, MessageTooLarge):
                 dropped += 1
         before, self.fifo = self.fifo, kept  # in one step: an interrupt loses nothing
         for item in before:
@@ -274,6 +276,8 @@ class Inbox:
 
 def _belongs(item: Item, subscription: Subscription) -> bool:
     """Whether an item came by a subscription; a notice of loss came by none."""
+    if isinstance(item, MessageTooLarge):
+        return item.topic == subscription.topic
     if isinstance(item, Returned):
         if isinstance(item.item, Entry):
             return item.item.source.subscription is subscription

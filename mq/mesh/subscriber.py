@@ -178,6 +178,7 @@ class Subscriber:
         remembered = self._remembered.get(session.peer.incarnation, {})
         begun: dict[Source, Arrivals] = {}
         notices: list[MessagesLost | MessageTooLarge] = []
+        refused: list[Source] = []
         lost: dict[str, int] = {}
         reason = ""  # of all alike: they ended together
         for answer in answers:
@@ -189,11 +190,13 @@ class Subscriber:
             first = max(answer.next_sequence, owed + 1)
             begun[source] = source.begin(first, answer.retained, newest)
             if answer.withheld:
+                refused.append(source)
                 large = (session.name, topic, answer.withheld, self._limit)
                 notices.append(MessageTooLarge.retained(*large))
             if topic not in remembered:
                 continue
-            count = answer.next_sequence - 1 - owed - (answer.retained > owed)
+            told = answer.retained > owed or bool(answer.withheld)
+            count = answer.next_sequence - 1 - owed - told
             if count > 0 and source.subscription.keep is None:
                 lost[topic], reason = count, why
             elif count > 0:
@@ -208,7 +211,7 @@ class Subscriber:
         for source in begun:
             topic = source.subscription.topic
             remembered.pop(topic, None)
-            source.subscription.stats.lost += lost.get(topic, 0)
+            source.subscription.stats.lost += lost.get(topic, 0) + (source in refused)
 
     def returned(self, session: Session, answers: Sequence[wire.Reclaim]) -> None:
         """A publisher gave credit back; others get it."""

@@ -164,14 +164,19 @@ def retained_message_that_is_too_large_is_refused_once(group: Group) -> None:
     c = group.member("c")
     b.subscribe("other")
     a.publish("t", programs.pattern(1, 3 * MIB), retain=True)
-    for history in (mq.KEEP_ALL, mq.keep_last(1)):
+    for count, history in enumerate((mq.KEEP_ALL, mq.keep_last(1)), 1):
         b.subscribe("t", history=history)
         with expect(mq.MessageTooLarge, "'a' on 't'", f"max_message_bytes is {MIB}"):
             b.recv()
         a.publish("other", "small")
         a.publish("t", "newer")
         assert {b.recv().payload, b.recv().payload} == {"small", "newer"}
+        assert b.run(programs.topic_stats, "t")["lost"] == count
         b.call("unsubscribe", "t")
+    b.subscribe("t")
+    b.call("unsubscribe", "t")
+    a.publish("other", "end")
+    assert b.recv().payload == "end", "what was refused is told after unsubscribing"
     c.subscribe("t")
     (message,) = c.run(programs.receive, 1)
     assert message.digest == programs.digest(programs.pattern(1, 3 * MIB))
