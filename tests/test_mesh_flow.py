@@ -613,6 +613,19 @@ def test_a_dead_subscriber_does_not_hold_flush_up() -> None:
     assert world["a"].mesh.publisher.topic("t").stats.undelivered == 1
 
 
+def test_who_gives_a_subscriber_up_says_what_it_lacks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """That may be the last that anybody hears of it."""
+    world = subscribed("b")
+    a, session = world["a"].mesh, world["a"].session(world["b"])
+    world.partition("a", "b")
+    world["a"].publish("t", b"1")
+    world["a"].publish("t", b"2")
+    a.forget(session, "silent for 1 s")
+    assert "gave up b: silent for 1 s; messages undelivered: 2 on 't'" in caplog.text
+
+
 def test_a_large_message_delays_no_other_topic() -> None:
     """Chunks and small messages of another topic take turns."""
     world = subscribed("b")

@@ -271,3 +271,21 @@ def test_who_takes_no_answers_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert a.mesh.stats.malformed
     assert ours.answer_bytes < 21_000
+
+
+@pytest.mark.parametrize("late", ["a", "b"])
+def test_types_that_are_accepted_since_the_greeting_are_told(late: str) -> None:
+    """Those of the greeting are of before; neither the dialler's nor the other's count."""
+    asked = 0
+
+    def accepts() -> frozenset[str]:
+        nonlocal asked
+        asked += 1
+        return frozenset() if asked == 1 else frozenset({"test:Late"})
+
+    world = World()
+    world.join("a", **({"accepts": accepts} if late == "a" else {}))
+    world.join("b", **({"accepts": accepts} if late == "b" else {}))
+    world.settle()
+    other = world["b" if late == "a" else "a"]
+    assert other.session(world[late]).accepts == {"test:Late"}

@@ -57,6 +57,11 @@ class Config:
     dial_back: bool = True
     watch: Callable[[ProcessId], Watch | None] = lambda process: None
 
+    def timeout_with(self, theirs: float | None) -> float | None:
+        """How long a peer may be silent, and this member to it; None: for ever."""
+        mine = self.peer_timeout
+        return None if mine is None or theirs is None else max(mine, theirs)
+
     def greeting(
         self,
         session: str = "",

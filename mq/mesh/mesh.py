@@ -223,17 +223,17 @@ class Mesh:
     ) -> Session:
         """Begin a session on a connection whose handshake is done."""
         now = self.clock()
-        mine, theirs = self.config.peer_timeout, greeting.peer_timeout
         session = Session(
             session_id,
             greeting,
             dialler=dial is not None,
-            timeout=None if mine is None or theirs is None else max(mine, theirs),
+            timeout=self.config.timeout_with(greeting.peer_timeout),
             now=now,
             take=self._take,
         )
-        if dial is not None:
-            session.dialled = dial.address
+        session.dialled = "" if dial is None else dial.address
+        if accepts := sorted(self.config.accepts()):  # more since the greeting, maybe
+            session.control(wire.ACCEPTS, accepts)
         self.subscriber.introduce(session)
         session.attach(conn, 0, now)
         self.conns[conn] = session
@@ -306,6 +306,7 @@ class Mesh:
         self._cut(session)
         self.liveness.unwatch(session)
         self.greetings.cancel_redial(session)
+        undelivered = session.describe_undelivered()
         self.publisher.remove(session)
         self.subscriber.remove(session, may_return=not proven)
         self.changed += 1
@@ -317,12 +318,10 @@ class Mesh:
             logger.debug("another session with %s is used", session.name)
         else:
             self.stats.forgotten += 1
-            logger.warning("gave up %s: %s", session.name, reason)
+            logger.warning("gave up %s: %s%s", session.name, reason, undelivered)
             if not superseded:
                 self.greetings.dial_estranged(session)
-        # Whoever still knows the session need not keep what was never received.
-        session.frames.clear()
-        session.sent = 0
+        session.drop_frames()
         del self.sessions[session.peer.incarnation]
 
     def _end_loans(self, session: Session) -> None:

@@ -166,6 +166,18 @@ class Session(Backlog):
         self.conn = None
         return conn
 
+    def drop_frames(self) -> None:
+        """Whoever still knows the session need not keep what was never received."""
+        self.frames.clear()
+        self.sent = 0
+
+    def describe_undelivered(self) -> str:
+        """What never reached a peer that is given up, as the end of a sentence."""
+        feeds = [feed for feed in self.feeds.values() if feed.keep is None]
+        counts = {feed.topic.name: feed.undelivered() for feed in feeds}
+        shown = ", ".join(f"{n} on {name!r}" for name, n in counts.items() if n)
+        return f"; messages undelivered: {shown}" if shown else ""
+
     # -- sending ----------
 
     def send_alone(self, feed: Feed, message: Outgoing, now: float) -> bool:
