@@ -17,7 +17,7 @@ from mq.errors import (
 )
 from mq.errors import CodecError as _CodecError
 from mq.membership import Membership
-from mq.message import CLEAR, KEEP_ALL, History, Message, check_topic
+from mq.message import CLEAR, KEEP_ALL, History, Message, check_topic, check_topics
 from mq.options import switch
 from mq.seconds import PLAIN, deadline_after
 
@@ -246,6 +246,7 @@ class BlockingQueue(Membership):
         def begin() -> None:
             known = subscriber.topics.get(topic)
             if known is None:
+                check_topics(len(subscriber.topics) + 1)
                 counters = self._mesh.publisher.topic(topic).stats
                 sessions = list(self._mesh.sessions.values())
                 known = subscriber.subscribe(topic, *options, counters, sessions)

@@ -6,6 +6,8 @@ from typing import Any, Final, NamedTuple
 
 MAX_TOPIC_BYTES: Final = 255
 RESERVED_PREFIX: Final = "mq."
+MAX_SUBSCRIPTIONS: Final = 65536
+"""Of one member; its peers take no more."""
 
 
 class Message(NamedTuple):
@@ -69,6 +71,15 @@ class _Clear:
 
 CLEAR: Final = _Clear()
 """Publish this with ``retain=True`` to drop the retained message of a topic."""
+
+
+def check_topics(count: int) -> None:
+    """Raises: ValueError, if a member cannot have so many subscriptions."""
+    if count > MAX_SUBSCRIPTIONS:
+        raise ValueError(
+            f"a member subscribes to {MAX_SUBSCRIPTIONS} topics at most; unsubscribe "
+            "from some, or let one topic carry what belongs together"
+        )
 
 
 def check_topic(topic: str) -> str:

@@ -17,6 +17,8 @@ PICKLE: Final = "pickle"
 """The name under which a member announces that it accepts pickles."""
 
 MAX_NAME_BYTES: Final = 255
+MAX_NAMES_BYTES: Final = 32 * 1024
+"""All names together, each with 3 bytes more: they are part of a greeting."""
 _FLAGS_OF_ANY: Final = 64
 """Bits that flags may have, whichever of them are members."""
 
@@ -76,7 +78,7 @@ def add_safe_types(
     Raises:
         TypeError: One of them is no class, or needs `encode` and `decode`.
         ValueError: The name is taken by another type, empty or over 255 bytes, or the
-            type travels without being registered.
+            type travels without being registered; or there are over 32 KiB of names.
     """
     if (encode is None) != (decode is None):
         raise TypeError("add_safe_types needs both encode= and decode=, or neither")
@@ -110,6 +112,12 @@ def _store(entries: list[SafeType]) -> None:
             if taken is not None:  # the class was defined anew: the old one goes
                 del by_type[taken.kind]
             by_type[entry.kind] = by_name[entry.name] = entry
+        if sum(len(name.encode()) + 3 for name in by_name) > MAX_NAMES_BYTES:
+            raise ValueError(
+                f"the names of {len(by_name)} types are too long together: a member "
+                f"tells each other one {MAX_NAMES_BYTES} bytes of them at most; "
+                "register fewer, or give some a short name="
+            )
         _by_type, _by_name = by_type, by_name
     for changed in on_change:
         changed()

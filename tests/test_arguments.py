@@ -121,6 +121,17 @@ def test_what_is_waited_for_is_a_whole_number(pair: Pair, count: Any) -> None:
         pair[0].wait_for_subscribers("t", count, timeout=0)
 
 
+def test_subscriptions_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer takes no more of them: it would give this member up."""
+    monkeypatch.setattr("mq.message.MAX_SUBSCRIPTIONS", 2)
+    for topic in ("t", "u", "t"):
+        pair[0].subscribe(topic)
+    with pytest.raises(ValueError, match="subscribes to 2 topics at most"):
+        pair[0].subscribe("v")
+    pair[0].unsubscribe("t")
+    pair[0].subscribe("v")
+
+
 def test_a_closed_queue_cannot_be_entered(pair: Pair) -> None:
     """What is done in there would fail one by one."""
     pair[1].close()

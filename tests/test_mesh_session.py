@@ -275,7 +275,7 @@ def test_who_takes_no_answers_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("late", ["a", "b"])
 def test_types_that_are_accepted_since_the_greeting_are_told(late: str) -> None:
-    """Those of the greeting are of before; neither the dialler's nor the other's count."""
+    """Those of the greeting are of before, of either side."""
     asked = 0
 
     def accepts() -> frozenset[str]:

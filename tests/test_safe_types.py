@@ -180,6 +180,15 @@ def test_functions_that_raise_are_named() -> None:
     assert caught.value.__cause__ is not None
 
 
+def test_types_with_too_long_names_together_are_refused() -> None:
+    """They are part of each greeting; what was registered before still is."""
+    before = CODEC.accepts()
+    kinds = [dataclasses.make_dataclass(f"{'Long' * 60}{n}", []) for n in range(150)]
+    with pytest.raises(ValueError, match=r"too long together.*short name="):
+        add_safe_types(*kinds)
+    assert CODEC.accepts() == before
+
+
 def test_registrations_that_cannot_work_are_refused() -> None:
     """Each error says what is missing."""
 

@@ -13,7 +13,7 @@ from mq.mesh.large import INLINE_BYTES, Cutting, Large, Take, cut, whole
 from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.poller import cores
 from mq.mesh.wire import Begun, Malformed, Subscribe, Subscribed
-from mq.message import MAX_TOPIC_BYTES
+from mq.message import MAX_SUBSCRIPTIONS, MAX_TOPIC_BYTES
 
 if TYPE_CHECKING:
     from mq.frames import Frames
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _TRIM_EVERY = 64
 """Messages after which the log is trimmed even if nothing leaves."""
-MAX_FEEDS_PER_PEER = 65536
-"""Subscriptions that one peer may have."""
 
 
 class Publisher:
@@ -243,7 +241,7 @@ class Publisher:
     def _new(self, session: Session, requests: Sequence[Subscribe]) -> list[Subscribe]:
         """Those not sent again. Raises: Malformed, if one of them cannot be met."""
         found = [r for r in requests if r.subscription not in session.feeds]
-        if len(session.feeds) + len(found) > MAX_FEEDS_PER_PEER:
+        if len(session.feeds) + len(found) > MAX_SUBSCRIPTIONS:
             raise Malformed("too many subscriptions")
         ids, names = {r.subscription for r in found}, {r.topic for r in found}
         if len(ids) < len(found) or len(names) < len(found):
