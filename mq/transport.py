@@ -279,6 +279,8 @@ class Link(ABC):
             there are few of them; larger where a message costs the link more than the
             copying of a few MiB, which at both ends goes on beside the wire.
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
+        mixes: Whether its connections take bodies of different sizes. A session may go
+            on over another one, so that `Conn.whole_bytes` of one says nothing.
         malformed: How many messages and connections were dropped because no member
             sends such.
         lender: Memory that peers on this host read in place, where there is any; set
@@ -296,6 +298,7 @@ class Link(ABC):
     chunk_bytes: int = CHUNK_BYTES
     least_chunk_bytes: int = CHUNK_BYTES
     max_ahead: int = 4 * CHUNK_BYTES
+    mixes: bool = False
     malformed: int = 0
     lender: Lender | None = None
     insecure: bool = False

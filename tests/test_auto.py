@@ -18,7 +18,7 @@ import mq
 from mq.auto import AutoLink
 from mq.mesh.poller import Poller
 from mq.testing.proxy import Proxy
-from mq.transport import What
+from mq.transport import Conn, What
 from transports.shm import ShmLink
 
 __all__ = ["nng_runs", "runtime"]
@@ -237,3 +237,29 @@ def test_who_passes_no_memory_is_no_peer(
         os.close(writer)
 
     assert not link.conns
+
+
+def test_a_session_goes_on_over_shared_memory(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was cut for the wire is carried there, too."""
+    refused = "shm"
+    dial = AutoLink.dial
+
+    def choose(link: AutoLink, address: str) -> Conn:
+        if address.startswith("shm") == (refused == "shm"):
+            raise OSError("it cannot be reached now")
+        return dial(link, address)
+
+    monkeypatch.setattr(AutoLink, "dial", choose)
+    with join("a", "auto:zmq") as a, join("b", "auto:zmq") as b:
+        assert shown_wire(b, "a").startswith("tcp")
+        b.subscribe("t")
+        refused = "tcp"
+        with b._driver.lock:
+            a.publish("t", np.ones(8 << 20, np.uint8))
+            session = b._mesh.by_name("a")
+            assert session is not None
+            b._mesh.disconnect(session, "as a test wants")
+        assert b.recv(timeout=STEP).payload.sum() == 8 << 20
+        assert shown_wire(b, "a").startswith("shm")

@@ -196,11 +196,13 @@ class Cutting(NamedTuple):
             overlap, and another topic's message waits for one of them.
         least_chunk_bytes: The size of the chunks of smaller messages.
         piece_bytes: The size of tensors, all but the last of an area.
+        mixes: Whether no message may be one body, whatever its connection says.
     """
 
     chunk_bytes: int
     least_chunk_bytes: int = CHUNK_BYTES
     piece_bytes: int = PIECE_BYTES
+    mixes: bool = False
 
     @classmethod
     def of(cls, links: Sequence[Link]) -> Cutting:
@@ -210,6 +212,7 @@ class Cutting(NamedTuple):
             chunk_bytes,
             min(chunk_bytes, *(link.least_chunk_bytes for link in links)),
             min(link.piece_bytes for link in links),
+            any(link.mixes for link in links),
         )
 
 

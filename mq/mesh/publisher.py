@@ -112,7 +112,7 @@ class Publisher:
             data = frames.pack()
         else:
             # A retained one may go to others later, of whom nothing is known.
-            feeds = () if retain else topic.feeds
+            feeds = () if retain or self._cutting.mixes else topic.feeds
             most = min((feed.session.whole_bytes for feed in feeds), default=0)
             if frames.nbytes <= most and not frames.areas:
                 lead = max(feed.session.lead for feed in feeds)
