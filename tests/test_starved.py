@@ -13,6 +13,7 @@ from test_shm_memory import group_of
 import mq
 from mq.mesh import publishing
 from mq.testing import STEP, Member, wait_until
+from mq.testing.harness import expect
 
 MIB = 1 << 20
 
@@ -63,6 +64,36 @@ def test_a_message_waits_for_memory_and_others_do_not(backend: str) -> None:
         assert b.run(_receive) == ("large", 160 * MIB, True)
         assert b.run(_connections)["c"] == before["c"]
         assert not b.run(_malformed)
+
+
+def _retain(queue: mq.MQ, topic: str, nbytes: int) -> None:
+    queue.publish(topic, np.full(nbytes, 7, np.uint8), retain=True)
+
+
+@pytest.mark.parametrize("history", [mq.KEEP_ALL, mq.keep_last(1)], ids=["all", "last"])
+@pytest.mark.parametrize("backend", ["tcp", "zmq:ipc", "shm"])
+def test_a_retained_message_without_memory_is_given_up_once(
+    backend: str, history: mq.History
+) -> None:
+    """It would end each further session, too; others come in the next."""
+    with group_of(backend, peer_timeout=2.0) as group:
+        a, b = group.members("a", "b")
+        a.run(_retain, "large", 160 * MIB)
+        b.subscribe("small")
+        with _little_memory(b):
+            b.subscribe("large", history=history)
+            with expect(mq.MessagesLost, "'a'", "large"):
+                b.recv()
+            for number in range(3):
+                a.run(_publish, "small", 100 + number)
+                assert b.run(_receive) == ("small", 100 + number, True)
+            assert b.run(_forgotten) == 1
+        a.run(_publish, "large", 1000)
+        assert b.run(_receive) == ("large", 1000, True)
+
+
+def _forgotten(queue: mq.MQ) -> int:
+    return int(queue.stats()["mesh"]["forgotten"])
 
 
 def _publish_without_memory(queue: mq.MQ, nbytes: int) -> list[str]:

@@ -13,15 +13,18 @@ class Ended(NamedTuple):
 
     Attributes:
         newest: Sequence of the last message that came, or before the retained one that
-            was still to come: newer retained messages are wanted.
+            was still to come: newer retained messages are wanted. That one, too, unless
+            there was no memory for it: it would end the next session as it ended this.
         owed: The last sequence that was owed until then: what was published after it
             is lost, unless it comes.
         reason: Why this member gave it up; "" where it gave this member up.
+        starved: Whether the retained message is lost for lack of memory.
     """
 
     newest: int
     owed: int
     reason: str = ""
+    starved: bool = False
 
     @classmethod
     def of(cls, source: Source) -> Ended:
@@ -29,7 +32,9 @@ class Ended(NamedTuple):
         waiting = source.newest < source.retained
         fate = source.session.fate
         reason = "" if fate is None or fate.superseded else fate.reason
-        return cls(source.retained - 1 if waiting else owed, owed, reason)
+        starved = waiting and source.starved == source.retained
+        newest = source.retained - (not starved) if waiting else owed
+        return cls(newest, owed, reason, starved)
 
 
 NOTHING_CAME: Final = Ended(-1, -1)

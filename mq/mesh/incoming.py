@@ -103,6 +103,7 @@ class Source:
         taken: Sequence of the last message that `recv` took.
         first: The first sequence published since the subscription began.
         retained: Of the retained message that comes before it, or -1.
+        starved: Of the message for which there was no memory, or -1.
         kept: For keep-last, the newest n messages not yet taken.
         lent: Messages that lie in the publisher's memory and were not released, by
             sequence, each with the token of the view that counts.
@@ -126,6 +127,7 @@ class Source:
         "lent",
         "retained",
         "session",
+        "starved",
         "subscription",
         "taken",
         "told",
@@ -147,7 +149,7 @@ class Source:
         self.ahead = (0, 1)
         self.taken = -1
         self.first = 0
-        self.retained = -1
+        self.retained = self.starved = -1
         self.kept: deque[Entry] = deque(maxlen=subscription.keep)
         self.arrivals: deque[Arrivals] = deque(maxlen=1)
         self.lent: dict[int, object] = {}
@@ -283,6 +285,7 @@ class Source:
             raise Malformed(
                 f"announces {lent.nbytes} bytes, max_message_bytes is {limit}"
             )
+        self.starved = sequence  # until there is memory for it
         try:
             counter = counter_of(lent, borrow, take) if filling else None
             area = borrow(lent.segment, lent.offset, lent.nbytes, take)
@@ -298,6 +301,7 @@ class Source:
             arm(area, returns, Key(self, sequence, token))
             if self.subscription.follows:
                 copies.begin(run, counter)
+        self.starved = -1
         self.arrived(fifo, run)
         return in_place
 
@@ -339,7 +343,9 @@ class Source:
                 )
             if chunk.body_place(nbytes).stop > chunk.total - sum(sizes):
                 raise Malformed("chunk larger than its message")
+            self.starved = chunk.sequence  # until there is memory for it
             stream = self._stream = Stream(chunk, sizes, take)
+            self.starved = -1
         if stream is None or stream.sequence != chunk.sequence:
             raise Malformed("chunk of a message that did not begin")
         return stream.place(chunk, nbytes, sizes)

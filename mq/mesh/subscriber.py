@@ -186,7 +186,7 @@ class Subscriber:
             if source is None or source in begun:
                 continue
             topic = source.subscription.topic
-            newest, owed, why = remembered.get(topic, NOTHING_CAME)
+            newest, owed, why, starved = remembered.get(topic, NOTHING_CAME)
             first = max(answer.next_sequence, owed + 1)
             begun[source] = source.begin(first, answer.retained, newest)
             if answer.withheld:
@@ -196,11 +196,12 @@ class Subscriber:
             if topic not in remembered:
                 continue
             told = answer.retained > owed or bool(answer.withheld)
-            count = answer.next_sequence - 1 - owed - told
-            if count > 0 and source.subscription.keep is None:
-                lost[topic], reason = count, why
-            elif count > 0:
+            count = max(0, answer.next_sequence - 1 - owed - told)
+            if source.subscription.keep is not None:
                 source.subscription.stats.dropped += count
+                count = 0
+            if count + starved > 0:
+                lost[topic], reason = count + starved, why
         queues: tuple[deque[Any], ...] = tuple(source.arrivals for source in begun)
         items: tuple[object, ...] = tuple(begun.values())
         if lost:
