@@ -30,6 +30,8 @@ def _checked(shape: Sequence[int], dtype: Any) -> tuple[tuple[int, ...], Any, in
         raise TypeError(
             f"shape is {shape!r}, not a sequence of whole numbers"
         ) from error
+    if dtype is None:  # NumPy takes it for one
+        raise TypeError("dtype is None: name one, of torch's or NumPy's")
     if type(dtype).__module__ == "torch":
         from mq.tensors import sendable
 

@@ -68,6 +68,10 @@ class _Clear:
     def __repr__(self) -> str:
         return "mq.CLEAR"
 
+    def __reduce__(self) -> str:
+        """A copy, also in another process, is the same."""
+        return "CLEAR"
+
 
 CLEAR: Final = _Clear()
 """Publish this with ``retain=True`` to drop the retained message of a topic."""

@@ -121,6 +121,19 @@ def test_what_is_waited_for_is_a_whole_number(pair: Pair, count: Any) -> None:
         pair[0].wait_for_subscribers("t", count, timeout=0)
 
 
+def test_a_copy_of_clear_is_clear() -> None:
+    """It may have been read from a configuration, or sent to a process."""
+    copies = copy.copy(mq.CLEAR), copy.deepcopy(mq.CLEAR)
+    assert all(made is mq.CLEAR for made in copies)
+    assert pickle.loads(pickle.dumps(mq.CLEAR)) is mq.CLEAR
+
+
+def test_a_loan_names_its_dtype(pair: Pair) -> None:
+    """NumPy takes none for a float of 8 bytes."""
+    with pytest.raises(TypeError, match="dtype is None"), pair[0].loan("t", (2,), None):
+        pass
+
+
 def test_subscriptions_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer takes no more of them: it would give this member up."""
     monkeypatch.setattr("mq.message.MAX_SUBSCRIPTIONS", 2)
