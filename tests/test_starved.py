@@ -11,7 +11,7 @@ from test_shm_limits import allow_all_memory, limit_more_memory
 from test_shm_memory import group_of
 
 import mq
-from mq.mesh import publishing
+from mq.mesh import lead, publishing
 from mq.testing import STEP, Member, wait_until
 from mq.testing.harness import expect
 
@@ -133,3 +133,30 @@ def test_who_takes_nothing_of_what_cannot_be_copied_is_given_up() -> None:
         b.stop()
         assert a.run(_publish_without_memory, 128 * MIB) == []
         b.cont()
+
+
+def _interrupted(queue: mq.MQ) -> tuple[bool, list[str]]:
+    """Whether somebody may look after the connections; who is subscribed."""
+    try:
+        _publish_without_memory(queue, 128 * MIB)
+    except KeyboardInterrupt:
+        free = queue._driver._leader in (None, lead._KEEPER)
+        return free, queue.subscribers("t")
+    raise AssertionError("it was not interrupted")
+
+
+def test_an_interrupt_waits_until_the_memory_is_free() -> None:
+    """And leaves the connections to be looked after."""
+    with group_of("tcp", peer_timeout=2.0) as group:
+        a, b = group.members("a", "b")
+        b.subscribe("t", window_bytes=1 << 30)
+        b.stop()
+        published = a.begin(_interrupted, main=True)
+        wait_until(lambda: a.begin(_published).result() == 1, "the commit")
+        a.interrupt()
+        assert published.result() == (True, [])
+        b.cont()
+
+
+def _published(queue: mq.MQ) -> int:
+    return int(queue.stats()["topics"]["t"]["published"])

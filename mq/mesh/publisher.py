@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -164,7 +165,7 @@ class Publisher:
         self,
         topic: Topic,
         message: Outgoing,
-        sessions: Iterable[Session],
+        sessions: Sequence[Session],
         most_bytes: int | None = None,
     ) -> bool:
         """Copy what of a large message is still needed, or so many bytes of it.
@@ -175,12 +176,13 @@ class Publisher:
         large = message.data
         if not isinstance(large, Large) or large.owned:
             return True
-        needed: set[int] = set()
+        needed = set().union(*(s.chunks_needed(topic, message) for s in sessions))
+        if not large.own(self._take, needed, most_bytes):
+            return False
         for session in sessions:
             if session.conn is not None:
                 session.conn.let_go()
-            needed |= session.chunks_needed(topic, message)
-        return large.own(self._take, needed, most_bytes)
+        return True
 
     def close_gates(self) -> None:
         """Have the next message on every topic looked at."""
@@ -368,10 +370,10 @@ class Publisher:
                     self._own_all([feed.progress[0].data])
 
     def _own_all(self, found: Iterable[bytes | Large | None]) -> None:
-        # The publish that owns their memory may be the call that was interrupted.
         for large in found:
             if isinstance(large, Large):
-                large.own(self._take, range(len(large.chunks)))
+                with contextlib.suppress(MemoryError):  # `publish` waits, then
+                    large.own(self._take, range(len(large.chunks)))
 
     # -- questions ----------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Collection
 from enum import Enum
@@ -27,9 +26,6 @@ logger = Log(__name__)
 
 COPY_BYTES_PER_SECOND: Final = 2e9
 """Assumed speed of copying a large message aside; see `_stream`."""
-
-_SHORT_SECONDS: Final = 0.02
-"""Between two attempts to copy something where there is no memory."""
 
 OWN_BYTES: Final = 8 << 20
 """How much is copied aside at a time, between looks at what else there is to do."""
@@ -202,8 +198,7 @@ class Publishing(Waiting):
         Memory for a few chunks serves the whole message that way, and for a few
         messages where they are copied together: also then it waits. Waiting for the
         wire costs at most about as long as copying the rest would, so the sum is never
-        more than twice the better of the two. Where there is no memory all of it leaves
-        so: it is committed, and `publish` may not fail any more.
+        more than twice the better of the two. All is waited for where memory is short.
         """
         assert isinstance(message.data, Large)
         to_copy = len(message.data) - sum(message.data.areas)
@@ -226,20 +221,27 @@ class Publishing(Waiting):
             pass
         finally:
             self._let_go(topic, message)
-            self._leave()
 
     def _let_go(self, topic: Topic, message: Outgoing) -> None:
         """Have nothing of a committed message in the caller's memory any more.
 
-        What cannot be copied leaves from there. Who takes nothing is given up in time.
+        What cannot be copied leaves from there, and an interrupt waits for that.
         """
+        interrupt: BaseException | None = None
         while True:
-            with contextlib.suppress(MemoryError):
+            try:
                 self._own(topic, message, None)
-                return
-            with contextlib.suppress(MemoryError):
-                self._sleep(time.monotonic() + _SHORT_SECONDS)
+                break
+            except MemoryError:
+                pass
+            try:
+                self._sleep(time.monotonic() + 0.02)  # and try again
                 self._poll()
+            except BaseException as error:
+                interrupt = interrupt if isinstance(error, MemoryError) else error
+        self._leave()
+        if interrupt is not None:
+            raise interrupt
 
     def carried(self, name: str) -> frozenset[str]:
         """Devices whose tensors are to stay there for the next message on a topic.

@@ -146,7 +146,12 @@ class Framing(Conn):
         if self._borrows and self._rest:
             body = self._rest[-1]
             if len(self._aside) < len(body):
-                self._aside = bytearray(max(len(body), CHUNK_BYTES))
+                try:
+                    self._aside = bytearray(max(len(body), CHUNK_BYTES))
+                except MemoryError as error:
+                    self._cut(f"no memory for what was to be sent: {error}")
+                    self._borrows = False
+                    return
             copy = memoryview(self._aside)[: len(body)]
             copy[:] = body
             self._rest[-1] = copy
