@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import nng_links
 import pytest
@@ -21,6 +22,7 @@ from tls_files import tls_options
 
 from mq.mesh.poller import Poller
 from mq.stream import sockets
+from mq.stream.conn import StreamConn
 from mq.testing.proxy import Proxy
 from mq.transport import Conn, What
 from transports.tcp import TcpLink
@@ -192,6 +194,38 @@ def test_connections_that_are_closed_at_once_leave_nothing(name: str) -> None:
         world.until(
             lambda: len(os.listdir("/proc/self/fd")) <= before, "free descriptors"
         )
+
+
+@links("tcp", "tls")
+def test_a_peer_that_resets_at_once_is_lost(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whatever the system says then: other connections go on."""
+    with World(LINKS[name]) as world:
+        first, second = world.members
+        gone = OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        monkeypatch.setattr(socket.socket, "getpeername", mock.Mock(side_effect=gone))
+        conn = first.link.dial(second.addresses[0])
+        world.lost(0, conn)
+        monkeypatch.undo()
+        assert "not connected" in first.events[0].reason
+
+
+@links("tcp", "tls")
+def test_a_dial_of_which_nothing_is_left_forgets_its_descriptor(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Another connection has it soon."""
+    closed = socket.create_server(("127.0.0.1", 0))
+    target = closed.getsockname()
+    closed.close()
+    with World(LINKS[name], 1) as world:
+        (member,) = world.members
+        conn: Any = StreamConn(member.link, "tcp://here", What.OPENED)
+        conn.dial([(socket.AF_INET, target), (10_000, target)])
+        world.until(lambda: bool(conn.reason), "the refusal of both")
+        assert "family not supported" in conn.reason
+        assert conn.fd == -1
 
 
 @links("nng-ipc", "nng-tcp", "tcp", "tls")

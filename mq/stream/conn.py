@@ -74,8 +74,12 @@ class StreamConn(Framing):
     def _dialled(self, sock: socket.socket) -> None:
         self._link.unwatch(self.fd)
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if not code and sock.getsockname() == sock.getpeername() != "":
-            code = errno.ECONNREFUSED  # a free port of this host may connect to itself
+        try:
+            if not code and sock.getsockname() == sock.getpeername() != "":
+                # A free port of this host may connect to itself.
+                code = errno.ECONNREFUSED
+        except OSError as error:  # the peer has gone already
+            code = error.errno or errno.ENOTCONN
         self._answered(sock, code)
 
     def _answered(self, sock: socket.socket, code: int) -> None:
@@ -83,6 +87,7 @@ class StreamConn(Framing):
             self.start(sock)
         elif self._targets:
             sock.close()
+            self._socket, self.fd = None, -1  # the number may be another's soon
             self.dial(self._targets)
         else:
             self.end(f"cannot dial {self.address}: {os.strerror(code)}")
