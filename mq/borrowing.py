@@ -18,6 +18,7 @@ import mmap
 import os
 import select
 import struct
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -27,7 +28,10 @@ import numpy as np
 
 from mq import speed
 from mq.buffers import Pool, copy
+from mq.log import Log
 from mq.mappings import address, discard, map_descriptor
+
+logger = Log(__name__)
 
 Take = Callable[[int], memoryview]
 
@@ -214,6 +218,7 @@ class Returns:
         self.endings: dict[int, Ending] = {}
         self.bell = speed.Bell()
         self._forks: deque[tuple[int, list[_Borrowed]]] = deque()
+        self._kept: dict[int, _Borrowed] = {}
         _all_returns.add(self)
 
     def ended(self) -> list[Ending]:
@@ -234,11 +239,9 @@ class Returns:
 
     def close(self) -> None:
         """Nobody is to be told any more."""
-        self.bell.fd = -1
-        self.endings.clear()
+        self.abandon()
+        self._kept.clear()
         self.queue.clear()
-        while self._forks:
-            os.close(self._forks.popleft()[0])
 
     # -- forks ----------
 
@@ -248,9 +251,12 @@ class Returns:
         found = [ending() for ending in endings if ending.shown]
         return [lease for lease in found if lease is not None]
 
-    def keep_for_child(self, pipe: int, leases: list[_Borrowed]) -> None:
-        """Keep views alive until the pipe has no other end."""
-        self._forks.append((pipe, leases))
+    def keep_for_child(self, pipe: int | None, leases: list[_Borrowed]) -> None:
+        """Keep views alive until the pipe has no other end; None: until `close`."""
+        if pipe is None:
+            self._kept.update((id(lease), lease) for lease in leases)
+        else:
+            self._forks.append((pipe, leases))
 
     def look_for_children(self) -> None:
         """Let go of what is kept for children that have ended."""
@@ -266,25 +272,38 @@ class Returns:
     def abandon(self) -> None:
         """In a forked child: its parent keeps what there is to keep."""
         self.bell.fd = -1
+        self.endings.clear()
         while self._forks:
             os.close(self._forks.popleft()[0])
 
 
 _all_returns: weakref.WeakSet[Returns] = weakref.WeakSet()
-_child_ends: list[int] = []
+_child_ends: dict[int, list[int]] = {}
+"""By the thread that forks, as several may at once."""
 
 
 def _before_fork() -> None:
+    childs_ends = _child_ends.setdefault(threading.get_ident(), [])
     for returns in list(_all_returns):
         if leases := returns.shown():
-            ours, childs = os.pipe()
-            _child_ends.append(childs)
-            returns.keep_for_child(ours, leases)
+            try:
+                ours, childs = os.pipe()
+            except OSError as error:
+                logger.warning(
+                    "a forked child may read %d messages of peers in place, which are "
+                    "kept for as long as this queue is open: %s",
+                    len(leases),
+                    str(error),  # a log that keeps it must not keep its traceback
+                )
+                returns.keep_for_child(None, leases)
+            else:
+                childs_ends.append(childs)
+                returns.keep_for_child(ours, leases)
 
 
 def _after_fork_in_parent() -> None:
-    while _child_ends:
-        os.close(_child_ends.pop())
+    for fd in _child_ends.pop(threading.get_ident(), ()):
+        os.close(fd)
 
 
 def _after_fork_in_child() -> None:

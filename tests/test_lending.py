@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mq import borrowing
 from mq.borrowing import Key, Mapping, Returns, Unmapped, arm, is_borrowed, settle
 from mq.buffers import Pool
 from mq.lending import BLOCK_BYTES, Block, Lender
@@ -468,6 +469,70 @@ def test_a_view_lives_as_long_as_a_forked_child_may_read_it() -> None:
     assert not returns.queue, "given back while a child may read it"
     os.close(writer)
     assert os.waitpid(child, 0)[1] == 0
+    returns.look_for_children()
+    assert len(returns.queue) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_views_are_kept_where_nobody_can_tell_when_a_child_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There was no descriptor for that: they are until the queue is closed."""
+    segment = Segment(LIMIT, LIMIT)
+    returns = Returns()
+    held = [borrowed(returns, segment)[1]]
+    settle(held[0], Pool(0), zero_copy=True)
+
+    def refuse() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pipe", refuse)
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    held.clear()
+    returns.look_for_children()
+    assert not returns.queue, "given back while a child may read it"
+    assert len(returns.shown()) == 1
+    returns.close()
+    assert not returns.shown()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_children_of_a_child_that_has_views_open_no_descriptors() -> None:
+    """They hold the end that it inherited itself."""
+    segment = Segment(LIMIT, LIMIT)
+    returns = Returns()
+    held = [borrowed(returns, segment)[1]]
+    settle(held[0], Pool(0), zero_copy=True)
+    child = os.fork()
+    if child == 0:
+        before = len(os.listdir("/proc/self/fd"))
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(0)
+        os.waitpid(grandchild, 0)
+        os._exit(len(os.listdir("/proc/self/fd")) - before)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    returns.close()
+
+
+def test_each_thread_that_forks_closes_its_own_ends() -> None:
+    """Not those of a child that another one is about to start."""
+    segment = Segment(LIMIT, LIMIT)
+    returns = Returns()
+    held = [borrowed(returns, segment)[1]]
+    settle(held[0], Pool(0), zero_copy=True)
+    borrowing._before_fork()
+    other = threading.Thread(target=borrowing._after_fork_in_parent)
+    other.start()
+    other.join()
+    held.clear()
+    returns.look_for_children()
+    assert not returns.queue
+    borrowing._after_fork_in_parent()
     returns.look_for_children()
     assert len(returns.queue) == 1
 
