@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 AnyArray: TypeAlias = "npt.NDArray[Any]"
 AnyDType: TypeAlias = "np.dtype[Any]"
 
-_NAME = re.compile(r"[<>|]([biufcmMSUV])\d{1,10}(\[\d{0,9}[a-zA-Zμ]{1,7}\])?")
+_NAME = re.compile(r"[<>|]([biufcmMSUV])\d{1,10}(\[([1-9]\d{0,8})?[a-zA-Zμ]{1,7}\])?")
 _REPEATED: Final = frozenset("biufcmM")
 """Kinds of dtypes that are described by a name of their own."""
 _known: Final = Descriptions()
@@ -112,9 +112,11 @@ def checked_size(dims: Sequence[object], itemsize: int) -> int:
         if type(dim) is not int or dim < 0:
             raise CodecError(f"{dim!r:.40} is no dimension of an array")
         product *= max(dim, 1)
+        if product >= 2**63:  # at once: a dimension may have many digits
+            raise CodecError(
+                f"an array of {len(dims)} such dimensions does not fit any memory"
+            )
         empty = empty or dim == 0
-    if product >= 2**63:
-        raise CodecError(f"an array of shape {dims!r:.100} does not fit any memory")
     return 0 if empty else product
 
 

@@ -207,6 +207,11 @@ class Codec:
             raise CodecError(
                 "a message is nested too deep for the stack that is left here"
             ) from error
+        except MemoryError:
+            raise
+        except Exception as error:  # of `__eq__` and `__hash__` of a registered type
+            said = safe_types.shown(error)
+            raise CodecError(f"decoding a message raised {said:.500}") from error
 
     def decode_ahead(self, area: memoryview) -> tuple[Any, ...]:
         """The payload of a message, if that is quick and runs no application's code.

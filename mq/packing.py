@@ -311,7 +311,8 @@ def _pack_object(packer: Packer, value: Any, depth: int) -> Any:
     except CodecError as error:
         raise Refusal(str(error)) from error
     except Exception as error:  # the application's code may raise anything
-        raise Refusal(f"encoding a {entry.name} raised {error!r}") from error
+        said = safe_types.shown(error)
+        raise Refusal(f"encoding a {entry.name} raised {said}") from error
     try:
         packed = packer.pack(state, depth + 1)
     except Refusal as refusal:
@@ -345,7 +346,7 @@ def _check_depth(depth: int) -> None:
 
 
 def _subscript(key: Any) -> str:
-    shown = repr(key)
+    shown = safe_types.shown(key)
     return f"[{shown if len(shown) <= 60 else shown[:57] + '...'}]"
 
 

@@ -141,6 +141,14 @@ def _check(entry: SafeType, taken: SafeType | None) -> None:
         )
 
 
+def shown(value: object) -> str:
+    """An object of the application's, which may raise anything when it is shown."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"<{type_name(type(value))}>"
+
+
 def type_name(kind: type) -> str:
     """``module:qualname`` of a class.
 
@@ -250,7 +258,8 @@ def _enumeration(name: str, kind: type[enum.Enum]) -> SafeType:
             )
         return key
 
-    return SafeType(name, kind, encode, kind.__getitem__, False)
+    # Of a kind of text or tuple `__getitem__` is that of its members.
+    return SafeType(name, kind, encode, lambda key: kind[key], False)
 
 
 def _flags(name: str, kind: type[enum.Flag]) -> SafeType:

@@ -8,21 +8,29 @@ from mq.errors import CodecError
 
 
 def state(tensors: Any) -> dict[str, Any]:
-    """What `build` needs: entries, batch size and names of dimensions."""
-    return {
-        "entries": {key: _entry(value) for key, value in tensors.items()},
+    """What `build` needs: entries, batch size and names of dimensions.
+
+    And which entries are no tensors, but for text, which cannot be taken for any.
+    """
+    entries = dict(tensors.items())
+    singles = [key for key, value in entries.items() if _is_single(value)]
+    entries.update((key, entries[key].data) for key in singles)
+    found = {
+        "entries": entries,
         "batch_size": tuple(tensors.batch_size),
         "names": list(tensors.names),
         "has_device": tensors.device is not None,
     }
+    if data := [key for key in singles if type(entries[key]) is not str]:
+        found["data"] = data
+    return found
 
 
-def _entry(value: Any) -> Any:
+def _is_single(value: Any) -> bool:
     from tensordict import NonTensorStack, is_non_tensor
 
     # A stack has no data of its own; it is refused, unless its type travels, too.
-    single = is_non_tensor(value) and not isinstance(value, NonTensorStack)
-    return value.data if single else value
+    return is_non_tensor(value) and not isinstance(value, NonTensorStack)
 
 
 def build(state: Any) -> Any:
@@ -32,20 +40,21 @@ def build(state: Any) -> Any:
         CodecError: The state has other keys.
     """
     import torch
-    from tensordict import TensorDict
+    from tensordict import NonTensorData, TensorDict
 
-    if type(state) is not dict or state.keys() != {
+    if type(state) is not dict or state.keys() - {"data"} != {
         "entries",
         "batch_size",
         "names",
         "has_device",
     }:
         raise CodecError("a TensorDict arrived without its entries or batch size")
+    entries, batch_size = dict(state["entries"]), state["batch_size"]
     device = None
     if state["has_device"]:
-        tensors = [v for v in state["entries"].values() if isinstance(v, torch.Tensor)]
-        device = tensors[0].device if tensors else torch.device("cpu")
+        found = (getattr(value, "device", None) for value in entries.values())
+        device = next(filter(None, found), torch.device("cpu"))
+    for key in state.get("data", ()):
+        entries[key] = NonTensorData(entries[key], batch_size=batch_size)
     names = state["names"] if any(state["names"]) else None
-    return TensorDict(
-        state["entries"], batch_size=state["batch_size"], names=names, device=device
-    )
+    return TensorDict(entries, batch_size=batch_size, names=names, device=device)

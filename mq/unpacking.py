@@ -206,8 +206,10 @@ class Unpacker:
         except CodecError:
             raise
         except Exception as error:  # the application's code may raise anything
-            raise CodecError(f"decoding a {name} raised {error!r:.500}") from error
-        self._states.setdefault(id(value), (value, state))
+            said = safe_types.shown(error)
+            raise CodecError(f"decoding a {name} raised {said:.500}") from error
+        if type(value) is entry.kind:  # else it may be a part of its state
+            self._states.setdefault(id(value), (value, state))
         return value
 
     def unpack_pickle(self, body: memoryview) -> Any:
@@ -226,7 +228,8 @@ class Unpacker:
         try:
             return pickle.loads(raw, buffers=buffers)
         except Exception as error:  # unpickling runs anybody's code
-            raise CodecError(f"unpickling raised {error!r:.500}") from error
+            said = safe_types.shown(error)
+            raise CodecError(f"unpickling raised {said:.500}") from error
 
 
 def check_depth(

@@ -383,3 +383,21 @@ def test_encoding_and_decoding_forget_what_they_handled() -> None:
         assert tracemalloc.get_traced_memory()[0] - before < 50_000
     finally:
         tracemalloc.stop()
+
+
+def test_dimensions_of_many_digits_are_not_multiplied() -> None:
+    """That would take longer with each."""
+    digits = Ext(ext.INT, b"\x7f" * 60_000)
+    body = pack(["|u1", *[digits] * 64])
+    area = assemble(pack(Ext(ext.ARRAY, body)), (), frozenset()).pack()
+    with pytest.raises(CodecError, match="such dimensions does not fit any memory"):
+        CODEC.decode(memoryview(area))
+
+
+def test_a_date_of_no_unit_is_refused() -> None:
+    """NumPy divides by the count."""
+    body = pack(["<M8[0s]", 2])
+    buffers = (memoryview(bytes(16)),)
+    area = assemble(pack(Ext(ext.ARRAY, body)), buffers, frozenset()).pack()
+    with pytest.raises(CodecError, match="dtype"):
+        CODEC.decode(memoryview(area))

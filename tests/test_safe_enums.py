@@ -148,3 +148,23 @@ def test_flags_from_outside_that_an_enumeration_does_not_know_are_refused() -> N
     with pytest.raises(CodecError, match=r"Access.*\b8\b"):
         CODEC.decode(message(Access, 8))
     assert CODEC.decode(message(Mode, 8)) == 8
+
+
+class Text(str, enum.Enum):
+    """Members that are text, as many configurations have them."""
+
+    ONE = "one"
+
+
+class Pair(tuple[int, int], enum.Enum):
+    """Members that are tuples."""
+
+    ORIGIN = (0, 0)
+
+
+@pytest.mark.parametrize("member", [Text.ONE, Pair.ORIGIN])
+def test_members_that_are_values_of_another_type_travel_by_name(member: Any) -> None:
+    """That type looks things up in its own way."""
+    add_safe_types(type(member))
+    found = travel([member])[0]
+    assert found is member

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from payload_checks import CODEC, same, travel
+from payload_checks import CODEC, area_of, same, travel
 from tensordict import (
     LazyStackedTensorDict,
     MemoryMappedTensor,
@@ -79,3 +79,26 @@ def test_the_remedy_of_what_is_refused_helps(
         assert type(got) is TensorDict
         assert got.batch_size == want.batch_size
         assert same(got["a"], want["a"].detach())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [5, 2.5, True, "text", b"bytes", None, [1, 2], (1, 2), {"a": 1}, [1, "a"], {1}],
+    ids=repr,
+)
+def test_what_is_no_tensor_stays_what_it_is(value: Any) -> None:
+    """Also where a TensorDict would make a tensor of it."""
+    sent = TensorDict({"t": torch.ones(2)}, [2])
+    sent.set_non_tensor("k", value)
+    found = travel(sent)
+    assert type(found["k"]) is type(value)
+    assert found["k"] == value
+    assert type(found.get("k")) is type(sent.get("k"))
+
+
+def test_the_device_of_what_is_nested_is_the_device() -> None:
+    """Where there is no tensor beside it."""
+    inner = TensorDict({"a": torch.ones(2)}, [2], device="cpu")
+    area = area_of(CODEC.encode(TensorDict({"inner": inner}, [2], device="cpu")))
+    found = CODEC.decode(area, device="meta")
+    assert (found.device, found["inner", "a"].device) == (torch.device("meta"),) * 2

@@ -582,3 +582,49 @@ def test_a_type_of_a_script_has_one_name_in_all_its_processes(
 ) -> None:
     """To a process that it spawns its module is another one."""
     assert printed_by(SCRIPT, tmp_path) == ["Reward(value=1.5)"]
+
+
+class Holder:
+    """Something that is made of data."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+
+class Peevish:
+    """Something that is not to be shown, nor to be put into a set."""
+
+    def __hash__(self) -> int:
+        raise AttributeError("not now")
+
+    def __repr__(self) -> str:
+        raise LookupError("never")
+
+
+@pytest.mark.parametrize("data", [[1] * 300, 7, "x", torch.ones(2), {"a": [1]}])
+def test_what_is_decoded_may_be_plain_data(data: Any) -> None:
+    """Or a part of its state: it is no container of itself then."""
+    add_safe_types(
+        Holder, name="test:Holder", encode=lambda b: b.data, decode=lambda d: d
+    )
+    payload = [Holder(data), [1] * 300, "x", 7, torch.zeros(200, 3)]
+    assert same(travel(payload), [data, *payload[1:]])
+
+
+def test_what_cannot_be_shown_is_named_by_its_type() -> None:
+    """Where it keeps something from travelling, and where it is not hashable."""
+    with pytest.raises(CodecError, match=r"_Quiet.* is not data"):
+        CODEC.encode({_Quiet(): Holder(1)})
+    add_safe_types(Peevish, name="test:Peevish", encode=id, decode=lambda d: Peevish())
+    area = assemble(pack(Ext(ext.SET, pack([_peevish()]))), (), frozenset()).pack()
+    with pytest.raises(CodecError, match=r"decoding a message raised Attr.*not now"):
+        CODEC.decode(memoryview(area))
+
+
+def _peevish() -> Ext:
+    return Ext(ext.OBJECT, pack(["test:Peevish", 1]))
+
+
+class _Quiet(Peevish):
+    def __hash__(self) -> int:
+        return 1
