@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -31,8 +31,6 @@ _REPEATED: Final = frozenset("biufcmM")
 _known: Final = Descriptions()
 _MAX_ITEM_BYTES: Final = 2**31 - 1
 _MAX_NESTED_DTYPES: Final = 16
-_MOST_LOOKS: Final = 16
-"""How often the bytes of an item may be looked at, as bools of fields that overlap."""
 
 
 def pack_array(packer: Packer, array: AnyArray, depth: int) -> Any:
@@ -248,21 +246,38 @@ def _struct_dtype(itemsize: Any, fields: list[Any], nested: int) -> AnyDType:
         names.append(name)
         formats.append(dtype)
         offsets.append(offset)
-    if sum(map(_bool_bytes, formats)) > _MOST_LOOKS * itemsize:
-        raise CodecError(f"bools of {len(names)} fields of a NumPy dtype overlap")
+    _check_bools(zip(names, formats, offsets, strict=True))
     return np.dtype(
         {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
     )
 
 
-def _bool_bytes(dtype: AnyDType) -> int:
-    """Bytes of an item that are bools, those of fields that overlap again and again."""
+def _check_bools(fields: Iterable[tuple[str, AnyDType, int]]) -> None:
+    """Refuse a bool whose bytes are another field's, too: they are made 0 or 1.
+
+    Each byte of an item is then looked at once at most.
+    """
+    any_end = bool_end = 0
+    for name, dtype, offset in sorted(fields, key=itemgetter(2)):
+        if not dtype.itemsize:
+            continue
+        has_bools = _has_bools(dtype)
+        if offset < (any_end if has_bools else bool_end):
+            raise CodecError(
+                f"field {name!r:.40} of a NumPy dtype overlaps another, "
+                "and one of them holds bools"
+            )
+        any_end = max(any_end, offset + dtype.itemsize)
+        if has_bools:
+            bool_end = offset + dtype.itemsize
+
+
+def _has_bools(dtype: AnyDType) -> bool:
     if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        return math.prod(shape) * _bool_bytes(base)
+        return _has_bools(dtype.subdtype[0])
     if dtype.names is not None and dtype.fields is not None:
-        return sum(_bool_bytes(dtype.fields[name][0]) for name in dtype.names)
-    return int(dtype.kind == "b")
+        return any(_has_bools(dtype.fields[name][0]) for name in dtype.names)
+    return dtype.kind == "b"
 
 
 def _scalar_types() -> set[type]:

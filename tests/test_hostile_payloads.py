@@ -143,6 +143,26 @@ def test_overlapping_bools_do_not_multiply_the_work(count: int, kind: Any) -> No
         CODEC.decode(memoryview(bytearray(area)))
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("<f4", "?"), ("?", "<f4"), (("?", (2,)), "<f4"), ([("deep", "?")], "u1")],
+    ids=str,
+)
+def test_a_bool_that_shares_bytes_is_refused_when_published(
+    first: Any, second: Any
+) -> None:
+    """To make it 0 or 1 on arrival would change the other field."""
+    union = np.dtype(
+        {"names": ["x", "y"], "formats": [first, second], "offsets": [0, 0]}
+    )
+    with pytest.raises(CodecError, match=r"field .[xy]. .*overlaps.*one by one"):
+        CODEC.encode(np.zeros(2, union))
+    plain = np.dtype({"names": ["x", "y"], "formats": ["<f4", "u1"], "offsets": [0, 0]})
+    sent = np.array([(1.5, 7)], plain)
+    found = CODEC.decode(area_of(CODEC.encode(sent)))
+    assert (found.dtype, found.tobytes()) == (plain, sent.tobytes())
+
+
 def tensor_ext(*body: Any, code: int = ext.TENSOR) -> bytes:
     """A skeleton of one array, tensor or scalar."""
     return pack(Ext(code, pack(list(body))))
