@@ -17,8 +17,10 @@ from link_fixtures import own_temporary_directory
 from link_world import PATIENCE, World
 from zmq.utils import garbage
 
+import transports._zmq_collector
 import transports.zmq
 from mq.addresses import split
+from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from mq.transport import MAX_HEAD_BYTES, Conn, What
 from transports._zmq_conns import LEAD_BYTES, WHOLE_BYTES
@@ -259,7 +261,7 @@ def test_a_link_may_open_while_the_last_one_closes() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_forked_while_a_link_closes_opens_its_own() -> None:
     """Whose last one ends that thread, whatever links the parent had."""
-    with World(tcp, 1), transports.zmq._collector._turn:
+    with World(tcp, 1), transports._zmq_collector.collector._turn:
         child = os.fork()
         if child == 0:
             signal.alarm(int(PATIENCE))
@@ -304,6 +306,27 @@ def test_a_dial_without_descriptors_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
         world.lost(0, conn)
         assert "open files" in member.events[0].reason
         assert conn.try_send(b"lost")
+
+
+def test_threads_of_the_engine_need_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there are too few the engine would end the process."""
+    monkeypatch.setattr(transports.zmq, "free_descriptors", lambda: (60, "60 are free"))
+    poller = Poller()
+    try:
+        with pytest.raises(TransportUnavailable, match=r"60 are free.*io_threads=16"):
+            ZmqLink(io_threads=16).open(poller, (), None)
+        link = ZmqLink(wires=("tcp",), io_threads=15)
+        monkeypatch.setattr(link, "_start", _fail)
+        with pytest.raises(OSError, match=r"ZeroMQ cannot start: .*open files"):
+            link.open(poller, (), None)
+    finally:
+        poller.close()
+
+
+def _fail() -> None:
+    raise zmq.ZMQError(errno.EMFILE)
 
 
 def test_addresses_are_ranked_by_wire_and_reach() -> None:

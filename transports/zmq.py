@@ -12,19 +12,19 @@ interval, however, it drops what arrived before the break. Hence an interval of 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import secrets
 import select
 import struct
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import zmq
-from zmq.utils.garbage import gc
 
 from mq import addresses, options
+from mq.descriptors import free_descriptors
+from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from mq.stream.files import SocketFiles
 from mq.stream.names import Names
@@ -38,69 +38,24 @@ from mq.transport import (
     Event,
     Link,
 )
+from transports._zmq_collector import collector
 from transports._zmq_conns import FAILURES, IN, NOW, WHOLE_BYTES, Dialled, Port
+from transports._zmq_doors import Doors
 from transports._zmq_router import LISTENER, Accepted, Router
 from transports._zmq_strangers import SILENT_BYTES, Strangers
 
 _HANDSHAKE_MS = 5000
 _DAY_MS = 24 * 3600 * 1000
 _HEADROOM_BYTES = 64 * 1024
+_OWN_DESCRIPTORS = 30
+"""File descriptors that must be free to open a link; and for each of its threads 2."""
 
 _UP = (zmq.EVENT_LISTENING, zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
 _DOWN = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED)
-_COLLECT_SECONDS = 0.5
 _WATCHED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED) | sum({*_UP, *_DOWN, *FAILURES})
 
 # A forked child must neither close these nor let them be collected (a warning).
 _abandoned: list[object] = []
-
-
-class _Collector:
-    """pyzmq's thread that frees what was sent without a copy.
-
-    It starts with the first such message of a process, when there may be no descriptors
-    for it, so the first link starts it. It never ends, so the last link ends it, unless
-    the application uses it too.
-    """
-
-    def __init__(self) -> None:
-        # pyzmq does not: a start in the middle of an end leaves neither.
-        self._turn = threading.Lock()
-        self._links: set[int] = set()
-        self._ours = False
-
-    def use(self, link: ZmqLink) -> None:
-        """A link opens.
-
-        Raises:
-            zmq.ZMQError: The thread cannot start.
-        """
-        with self._turn:
-            if not self._links:
-                self._ours = not gc.is_alive()
-            self._links.add(id(link))
-            zmq.Frame(b"start", copy=False, copy_threshold=0)
-
-    def leave(self, link: ZmqLink) -> None:
-        """A link has closed, its context is terminated, so nothing of it is read."""
-        with self._turn:
-            self._links.discard(id(link))
-            if self._links or not self._ours or not gc.is_alive():
-                return
-            deadline = time.monotonic() + _COLLECT_SECONDS
-            while gc.refs and gc.thread and time.monotonic() < deadline:
-                gc.thread.join(0.001)
-            if not gc.refs:  # else the application has messages of its own under way
-                gc.stop()
-
-    def after_fork(self) -> None:
-        """In a forked child, where neither that thread nor any link lives on."""
-        self._turn = threading.Lock()
-        self._links.clear()
-
-
-_collector = _Collector()
-os.register_at_fork(after_in_child=_collector.after_fork)
 
 
 class ZmqLink(Link):
@@ -152,18 +107,34 @@ class ZmqLink(Link):
             if address != "ipc" or "ipc" not in self._wires:
                 addresses.check(address, self._wires, "zmq")
         self._poller = poller
+        self._check_descriptors()
         self._epoll = select.epoll()
+        self._doors = Doors(poller)
+        self._epoll.register(self._doors.fd, select.EPOLLIN)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._open = True
         try:
-            _collector.use(self)
+            collector.use(self)
             self._start()
             bound = [self._listen(address, directory) for address in wanted]
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, f"ZeroMQ cannot start: {error}") from error
         except BaseException:
             self.close()
             raise
         return self.rank(bound, same_host=True)
+
+    def _check_descriptors(self) -> None:
+        """Raises: TransportUnavailable, if the engine's threads would find too few."""
+        free, why = free_descriptors()
+        needed = _OWN_DESCRIPTORS + 2 * self._io_threads
+        if free < needed:
+            raise TransportUnavailable(
+                f"{why}, but ZeroMQ needs {needed} for io_threads={self._io_threads}; "
+                "raise it with `ulimit -n`"
+            )
 
     def _start(self) -> None:
         collector = self._context.socket(zmq.ROUTER)
@@ -205,6 +176,7 @@ class ZmqLink(Link):
     def forget(self, port: Port) -> None:
         """Ask a port no more, before its socket is closed."""
         self.busy.pop(port, None)
+        self._doors.withdraw(port)
         if self._ports.pop(port.fd, None) is not None:
             self._epoll.unregister(port.fd)
             self._poller.unregister(port.fd)
@@ -235,6 +207,7 @@ class ZmqLink(Link):
             number = error.errno or errno.EINVAL
             raise OSError(number, f"cannot listen on {address}: {error}") from error
         bound = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._doors.open(bound)
         if wire == "ipc":
             return bound
         host, port = addresses.split(bound)
@@ -258,11 +231,26 @@ class ZmqLink(Link):
         sock.setsockopt(zmq.CONNECT_TIMEOUT, _HANDSHAKE_MS)
         sock.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._remember(conn.port)
+        go_on = functools.partial(self._connect, conn)
         try:
-            sock.connect(endpoint)
-        except zmq.ZMQError as error:
+            asked = self._doors.ask(conn.port, endpoint, go_on)
+        except OSError as error:
             conn.fail(f"cannot dial {address}: {error}", finished=True)
+        else:
+            if not asked:
+                go_on(True)
         return conn
+
+    def _connect(self, conn: Dialled, may: bool) -> None:
+        """Make a connection, if it may be made."""
+        if not may:
+            why = "it has no file descriptors left; raise its `ulimit -n`"
+            conn.fail(f"{conn.address} lets nobody in: {why}", finished=True)
+            return
+        try:
+            conn.port.socket.connect(conn.endpoint)
+        except zmq.ZMQError as error:
+            conn.fail(f"cannot dial {conn.address}: {error}", finished=True)
 
     def _endpoint(self, address: str) -> str:
         """An address without a name, which would hold up the engine's only thread.
@@ -334,6 +322,7 @@ class ZmqLink(Link):
     def _saw_listener(self, code: int, fd: int) -> None:
         """Count the connections that end without a message: they speak no ZeroMQ."""
         if code == zmq.EVENT_ACCEPTED:
+            self._doors.came()
             self._silent.add(fd)
             self._strangers.add(fd, self.descriptors[LISTENER, fd], SILENT_BYTES)
         elif code in FAILURES or code in _DOWN:
@@ -349,7 +338,10 @@ class ZmqLink(Link):
         if not signalled and not self.busy:
             return
         for fd, _ in signalled:
-            self._ports[fd].signalled()
+            if (port := self._ports.get(fd)) is not None:
+                port.signalled()
+            else:
+                self._doors.look()
         if self._monitor in self.busy:
             self.watch()
         for port in list(self.busy):
@@ -374,7 +366,8 @@ class ZmqLink(Link):
         for port in list(self._ports.values()):
             self.forget(port)
         self._context.destroy()
-        _collector.leave(self)
+        collector.leave(self)
+        self._doors.close()
         self._epoll.close()
         self._files.remove()
 
@@ -382,6 +375,7 @@ class ZmqLink(Link):
         if not self._open:
             return
         self._open = False
+        self._doors.abandon()
         self._epoll.close()
         _abandoned.append((self._context, dict(self._ports)))
         for (_, fd), known in self.descriptors.items():

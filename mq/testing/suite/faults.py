@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -17,6 +18,7 @@ from mq.testing.proxy import Proxy
 from mq.testing.waiting import PEER_TIMEOUT, STEP, wait_until
 
 MIB = 1 << 20
+_taken: list[int] = []  # the soft limit, and descriptors
 SIZES = [10, 3 * MIB, 100_000, 0] * 15
 
 
@@ -327,3 +329,52 @@ def connect_says_when_too_few_descriptors_are_allowed(group: Group) -> None:
     a, b = group.members("a", "b")
     _can_exchange(a, b)
     poor.kill()
+
+
+def _take_descriptors(worker: object) -> None:
+    """Leave none in this process."""
+    import resource
+
+    most = max(map(int, os.listdir("/proc/self/fd")))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, most + 1), hard))
+    _taken.append(soft)
+    with contextlib.suppress(OSError):
+        while True:
+            _taken.append(os.open("/dev/null", os.O_RDONLY))
+
+
+def _give_descriptors_back(worker: object) -> None:
+    import resource
+
+    soft, *descriptors = _taken
+    _taken.clear()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _one_process(group: Group) -> None:
+    """Where members share a process they share its descriptors, too: nobody comes."""
+    a, b = group.members("a", "b")
+    _can_exchange(a, b)
+
+
+@case("edge: Scale", needs="separate_processes", otherwise=_one_process)
+def a_member_without_descriptors_goes_on(group: Group) -> None:
+    """Whoever comes then is not let in, or late; nobody ends, and nothing is lost."""
+    poor, rich = group.members("poor", "rich")
+    poor.ask(_take_descriptors).result()
+    late = group.process("late")
+    joining = group.connecting(late, connect_timeout=1.0)
+    try:
+        joining.result()
+        joined = True
+    except mq.MQError:
+        joined = False
+    _can_exchange(poor, rich)
+    poor.ask(_give_descriptors_back).result()
+    if not joined:
+        group.connecting(late).result()
+    _can_exchange(late, poor)

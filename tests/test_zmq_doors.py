@@ -1,0 +1,128 @@
+"""Whoever would cost ZeroMQ its last descriptor is asked to stay outside."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable
+
+import pytest
+import zmq
+from link_fixtures import own_temporary_directory
+from link_world import World
+
+from mq.mesh.poller import Poller
+from mq.transport import What
+from transports import _zmq_doors
+from transports.zmq import ZmqLink
+
+__all__ = ["own_temporary_directory"]
+
+WIRES = ["ipc", "tcp"]
+
+
+def on(wire: str) -> Callable[[], ZmqLink]:
+    return functools.partial(ZmqLink, wires=(wire,))
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
+    monkeypatch.setattr(_zmq_doors, "free_descriptors", lambda: (free, ""))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_who_finds_no_room_is_told_why(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is let in once there is some."""
+    with World(on(wire)) as world:
+        ours, theirs = world.members
+        limit(monkeypatch, _zmq_doors.SPARE)
+        conn = ours.link.dial(theirs.addresses[0])
+        world.lost(0, conn)
+        assert (
+            "no file descriptors left; raise its `ulimit -n`" in ours.events[-1].reason
+        )
+        limit(monkeypatch, _zmq_doors.SPARE + 1)
+        world.connect()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_who_was_let_in_counts_until_there(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several at once only as many are let in as there is room for."""
+    with World(on(wire)) as world:
+        ours, theirs = world.members
+        limit(monkeypatch, _zmq_doors.SPARE + 2)
+        conns = [ours.link.dial(theirs.addresses[0]) for _ in range(5)]
+        theirs.link._doors.look()  # before the engine accepts anybody
+        world.until(
+            lambda: {*ours.conns(What.LOST), *ours.conns(What.OPENED)} == {*conns},
+            "all five to end well or badly",
+        )
+        assert len(ours.conns(What.OPENED)) == 2
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_dial_that_is_closed_leaves_no_question(wire: str) -> None:
+    """As where the one who is asked is stopped, and never answers."""
+    with World(on(wire)) as world:
+        ours, theirs = world.members
+        for _ in range(3):
+            ours.link.dial(theirs.addresses[0]).close()
+        assert not ours.link._doors._asked
+        world.connect()
+
+
+def test_where_there_is_no_door_it_goes_unasked(tmp_path: os.PathLike[str]) -> None:
+    """A path that another program forwards, or a ROUTER that is not ours."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with World(on("ipc"), 1) as world, context.socket(zmq.ROUTER) as router:
+        (member,) = world.members
+        path = os.path.join(tmp_path, "router")
+        router.bind(f"ipc://{path}")
+        conn = member.link.dial(f"ipc://{path}")
+        world.until(lambda: conn in member.conns(What.OPENED), "OPENED")
+        gone = member.link.dial(f"ipc://{path}.gone")
+        world.lost(0, gone)
+        assert "No such file" in member.events[-1].reason
+    context.destroy(linger=0)
+
+
+def test_two_sockets_at_one_port_share_a_door() -> None:
+    """Of two addresses of this host: both are dialled."""
+    with World(on("tcp")) as world:
+        address = world.members[0].addresses[0]
+        link = ZmqLink(wires=("tcp",))
+        poller = Poller()
+        try:
+            link.open(poller, [address.replace("127.0.0.1", "127.0.0.2")], None)
+        finally:
+            link.close()
+            poller.close()
+        world.connect(1, 0)
+
+
+def test_a_name_that_somebody_else_has_taken_is_no_door(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other users could say no in place of the member: what they say does not count."""
+    with (
+        World(on("ipc"), 1) as world,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as taken,
+    ):
+        (member,) = world.members
+        endpoint = member.addresses[0]
+        member.link._doors.close()
+        taken.bind(_zmq_doors._name_of(endpoint))
+        doors = _zmq_doors.Doors(world.poller)
+        answers: list[bool] = []
+        for uid in (os.geteuid(), 65534):
+            monkeypatch.setattr(_zmq_doors, "_trusted", lambda uid=uid: (uid,))
+            assert doors.ask(member.link._router.port, endpoint, answers.append)
+            _, asker = taken.recvfrom(1)
+            taken.sendto(b"\0", asker)
+            doors.look()
+        doors.close()
+    assert answers == [False, True]

@@ -1,0 +1,213 @@
+"""Asking whether there is room for a connection, before it is made on one host.
+
+libzmq 4.3.5 ends the process where a connection over ipc finds no descriptor left as it
+is accepted, by an assertion; over tcp it tries again without a pause. So beside each
+socket that a member listens on it has a door: a datagram socket without a file, named
+after the socket file or the port, that answers without a descriptor of its own. Who
+dials on the same host asks there first. Where no door is found, as where the path is
+one that another program forwards, the connection is made unasked.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Final
+
+from mq import addresses
+from mq.descriptors import free_descriptors
+
+if TYPE_CHECKING:
+    from mq.mesh.poller import Poller
+    from transports._zmq_conns import Port
+
+SPARE: Final = 8
+"""Descriptors that must be left beside those of connections that were let in."""
+_LET_IN_SECONDS: Final = 5.0
+"""How long one that was let in, and is not there yet, counts as one that comes."""
+_MAY_I, _YES, _NO = b"?", b"\1", b"\0"
+_BURST: Final = 64
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
+_CREDENTIALS_SPACE: Final = socket.CMSG_SPACE(_CREDENTIALS.size)
+
+
+def _name_of(endpoint: str) -> str:
+    """The name of the door beside a listening socket, in the abstract namespace.
+
+    Returns:
+        "" where the socket may be another host's.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    wire, _, rest = endpoint.partition("://")
+    if wire == "ipc":
+        found = os.stat(rest)  # whatever way leads to the file
+        return f"\0mq-zmq-ipc-{found.st_dev:x}-{found.st_ino:x}"
+    host, port = addresses.split(endpoint)
+    number = ip_address(host.strip("[]"))
+    is_here = number.is_loopback or number.is_unspecified
+    return f"\0mq-zmq-tcp-{port}" if is_here else ""
+
+
+def _datagrams() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+
+def _trusted() -> tuple[int, ...]:
+    """The users whose answers count."""
+    return os.geteuid(), 0
+
+
+class Doors:
+    """The doors of one link, and its questions at those of others.
+
+    Args:
+        poller: Wakes the link's thread where something is to be answered or read.
+
+    Attributes:
+        fd: Readable whenever `look` has something to do.
+    """
+
+    def __init__(self, poller: Poller) -> None:
+        self._poller = poller
+        self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
+        poller.register(self.fd)
+        self._doors: dict[int, socket.socket] = {}
+        self._asked: dict[int, tuple[Port, socket.socket, Callable[[bool], None]]] = {}
+        self._let_in: deque[float] = deque()
+
+    # -- answering ----------
+
+    def open(self, endpoint: str) -> None:
+        """Answer from now on who asks about a socket that listens there.
+
+        Raises:
+            OSError: There is no descriptor for it.
+        """
+        if not (name := _name_of(endpoint)):
+            return
+        door = _datagrams()
+        try:
+            door.bind(name)
+        except OSError as error:
+            door.close()
+            if error.errno == errno.EADDRINUSE:  # of the same port at another address
+                return
+            raise
+        self._doors[door.fileno()] = door
+        self._epoll.register(door.fileno(), select.EPOLLIN)
+
+    def came(self) -> None:
+        """A connection was accepted: one that was let in, as far as is known."""
+        if self._let_in:
+            self._let_in.popleft()
+
+    def _answer(self, door: socket.socket) -> None:
+        for _ in range(_BURST):
+            try:
+                _, asker = door.recvfrom(1)
+            except OSError:  # nobody else
+                return
+            answer = _YES if self._has_room() else _NO
+            try:
+                door.sendto(answer, asker)
+            except (OSError, TypeError):  # it has gone, or cannot be answered
+                continue
+            if answer is _YES:
+                self._let_in.append(time.monotonic() + _LET_IN_SECONDS)
+
+    def _has_room(self) -> bool:
+        now = time.monotonic()
+        while self._let_in and self._let_in[0] < now:
+            self._let_in.popleft()
+        free, _ = free_descriptors()
+        return free - len(self._let_in) > SPARE
+
+    # -- asking ----------
+
+    def ask(self, port: Port, endpoint: str, then: Callable[[bool], None]) -> bool:
+        """Ask at the door beside what is to be dialled; whether there is one.
+
+        Args:
+            port: Whose connection it will be; `withdraw` takes the question back.
+            then: Called by `look` with the answer.
+
+        Raises:
+            OSError: It cannot be asked now, or there is no such path.
+        """
+        if not (name := _name_of(endpoint)):
+            return False
+        asking = _datagrams()
+        try:
+            asking.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            asking.bind("")  # a name that nobody has
+            try:
+                asking.connect(name)
+            except ConnectionRefusedError:
+                asking.close()
+                return False
+            asking.send(_MAY_I)
+        except BaseException:
+            asking.close()
+            raise
+        self._asked[asking.fileno()] = (port, asking, then)
+        self._epoll.register(asking.fileno(), select.EPOLLIN)
+        return True
+
+    def withdraw(self, port: Port) -> None:
+        """Forget what was asked for a port; idempotent."""
+        for fd, (other, _, _) in list(self._asked.items()):
+            if other is port:
+                self._hear(fd)
+
+    def _hear(self, fd: int) -> bool:
+        """The answer to a question, which is over with that; yes, if there is none."""
+        _, asking, _ = self._asked.pop(fd)
+        self._epoll.unregister(fd)
+        with asking:
+            try:
+                answer, ancillary, _, _ = asking.recvmsg(1, _CREDENTIALS_SPACE)
+            except OSError:  # the door was closed: whoever dials now will be told more
+                return True
+        # Somebody else may have been faster to take the name: he shall not say no.
+        ours = any(
+            kind == socket.SCM_CREDENTIALS
+            and _CREDENTIALS.unpack(data)[1] in _trusted()
+            for _, kind, data in ancillary
+        )
+        return answer != _NO or not ours
+
+    # -- both ----------
+
+    def look(self) -> None:
+        """Answer who asks, and go on where there is an answer."""
+        for fd, _ in self._epoll.poll(0, _BURST):
+            if (door := self._doors.get(fd)) is not None:
+                self._answer(door)
+            elif (asked := self._asked.get(fd)) is not None:
+                _, _, then = asked
+                then(self._hear(fd))
+
+    def close(self) -> None:
+        """Close all."""
+        self._poller.unregister(self.fd)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """In a forked child: close its copies."""
+        for sock in self._doors.values():
+            sock.close()
+        for _, asking, _ in self._asked.values():
+            asking.close()
+        self._doors.clear()
+        self._asked.clear()
+        self._epoll.close()
