@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench import plan
+from bench.baselines import measured_reach, reach_of
 from bench.rows import size_text
 from bench.summary import Row, Run, number
-from bench.tables import reach_of
 
 _QUESTIONS = {
     "rate": "many small messages",
@@ -60,17 +60,29 @@ class Score:
 
 
 def choices(run: Run) -> list[Choice]:
-    """The fastest between processes of one host, and across hosts, per purpose."""
+    """The fastest between processes of one host, and across hosts, per purpose.
+
+    Across hosts of those only whose way there is the one that was measured.
+    """
     found = []
     for workload, nbytes, purpose in _purposes(run):
         rows = [row for row in run.of(workload) if row.nbytes == nbytes]
         ours = [row for row in rows if row.transport in run.transports()]
         for reaches in (("host", "network"), ("network",)):
-            able = [row for row in ours if reach_of(row.transport) in reaches]
+            able = [row for row in ours if measured_reach(row.transport) in reaches]
             if able:
                 best = _best(able)
                 found.append(Choice(purpose, reaches[0], best.transport, value(best)))
     return found
+
+
+def local_only(run: Run) -> list[str]:
+    """Transports that reach other hosts, but by another way than was measured."""
+    return [
+        name
+        for name in run.transports()
+        if reach_of(name) == "network" != measured_reach(name)
+    ]
 
 
 def _purposes(run: Run) -> list[tuple[str, int, str]]:

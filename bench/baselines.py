@@ -157,6 +157,26 @@ def limit_of(transport: str) -> str:
     return "limit:unix" if unix else "limit:tcp"
 
 
+def reach_of(transport: str) -> str:
+    """How far a transport of ours reaches: "process", "host" or "network"."""
+    backend, _ = split(transport)
+    if backend == "inproc":
+        return "process"
+    return "host" if backend == "shm" or backend.endswith(":ipc") else "network"
+
+
+def measured_reach(transport: str) -> str:
+    """How far the way reaches that members on one host take, which is what is measured.
+
+    On one host `auto` shares memory, TensorPipe reads the sender's, and `nng` and `zmq`
+    without a wire choose ipc: their times there say nothing of other hosts.
+    """
+    backend, _ = split(transport)
+    name = backend.partition(":")[0]
+    chosen = name in ("auto", "torchrpc", "cuda") or backend in ("nng", "zmq")
+    return "host" if chosen else reach_of(transport)
+
+
 def beside(transport: str, workload: str) -> list[str]:
     """What is measured beside a transport, in the same rounds."""
     found: list[str] = []

@@ -67,6 +67,7 @@ def render(run: Run, apps: Sequence[Text], plots: Sequence[Plot], about: About) 
     return template.render(
         about=about,
         purposes=_purposes(run),
+        local_only=advice.local_only(run),
         scores=advice.scores(run),
         small=advice.small_size(run),
         large=advice.large_size(run),

@@ -14,10 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bench import plan
-from bench.baselines import is_baseline, limit_of, raw_of
+from bench.baselines import is_baseline, limit_of, measured_reach, raw_of
 from bench.rows import size_text
 from bench.summary import Row, Run, nearest, number, published
-from bench.tables import reach_of
 
 _PALETTE = "#36a #d54 #284 #a70 #84a #09a #b27 #670 #55d #853 #444".split()
 _LIMITS = ("limit:memcpy", "limit:unix", "limit:tcp")
@@ -259,7 +258,7 @@ def _with_published(run: Run) -> Plot | None:
             axes.plot(*curve, f"{style}--", color="#999", lw=1, label=label, gid=gid)
         far = scope == "cross-node"
         for name in names:
-            if far is (reach_of(name) == "network"):
+            if far is (measured_reach(name) == "network"):
                 curve = _curve(run, name)
                 gid = f"published/{name}"
                 axes.plot(*curve, lw=2, color=colors[name], label=name, gid=gid)

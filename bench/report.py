@@ -333,6 +333,11 @@ def _short(run: Run) -> list[str]:
         + f": {one.transport}, {one.value}"
         for one in advice.choices(run)
     ]
+    if local := advice.local_only(run):
+        names = ", ".join(local)
+        fastest.append(
+            f"- not ranked for other hosts, as on one host they go another way: {names}"
+        )
     return ["## In short", "", *tables.markdown(head, lines), "", *fastest, ""]
 
 

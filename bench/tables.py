@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench import plan
-from bench.baselines import is_baseline, limit_of, raw_of
+from bench.baselines import is_baseline, raw_of
 from bench.model import models
 from bench.rows import size_text
 from bench.summary import Published, Row, Run, nearest, number, published
@@ -212,12 +212,3 @@ def aligned(head: list[str], lines: list[list[str]]) -> list[str]:
         ]
         shown.append("  ".join(cells).rstrip())
     return shown
-
-
-def reach_of(transport: str) -> str:
-    """How far a transport reaches: "process", "host" or "network"."""
-    if transport == "inproc":
-        return "process"
-    if transport.startswith("auto"):
-        return "network"  # beyond one host over its wire
-    return "network" if limit_of(transport) == "limit:tcp" else "host"

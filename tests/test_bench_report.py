@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -19,6 +20,7 @@ from bench.rows import Result, read
 from bench.summary import Run, gather, published
 
 pytest.importorskip("matplotlib", reason="the plots need matplotlib")
+plots = importlib.import_module("bench.plots")
 
 OURS = [name for name in TRANSPORTS if ":" not in name or name.startswith("zmq")]
 WITH_SIZES = {"rate": 64, "fanin": 20_000, "stream": 40_000_000}
@@ -205,6 +207,35 @@ def test_the_short_answer_names_the_fastest_for_each_purpose_and_reach() -> None
     assert scores["zmq:ipc"].rate_raw == pytest.approx(2)  # takes twice as long
     assert scores["zmq:ipc"].lost == 0
     assert advice.losses(run()) == [(LOSSY, 500, 2000)]
+
+
+LOCAL = ("auto", "auto+view", "torchrpc:cpu", "zmq")
+
+
+def test_what_goes_another_way_on_one_host_is_no_answer_for_other_hosts(
+    tmp_path: Path,
+) -> None:
+    """Though it reaches them: its time here is that of shared memory, or of ipc."""
+    rows = [row(name, 0.01) for name in LOCAL]
+    rows += [row(name, 1.0) for name in ("shm", "zmq:tcp")]
+    path = write(tmp_path / "results.jsonl", rows)
+    found = report.load([path])
+    best = {(one.purpose, one.reach): one for one in advice.choices(found.run)}
+    large = "one message at a time (40 MB)"
+    assert best[large, "host"].transport == "auto"
+    assert best[large, "network"].transport == "zmq:tcp"
+    reaches = {one.transport: one.reach for one in advice.scores(found.run)}
+    assert {reaches[name] for name in LOCAL} == {"network"}
+    said = "not ranked for other hosts, as on one host they go another way: "
+    (named,) = re.findall(f"{said}(.*)", report.markdown(found))
+    assert {*named.split(", ")} == {*LOCAL}
+    (plot,) = (one for one in plots.draw(found.run) if one.name == "published")
+    here, far = ({*axes.get_legend_handles_labels()[1]} for axes in plot.figure.axes)
+    assert {*LOCAL} <= here
+    assert not {*LOCAL} & far
+    report.write([path], tmp_path)
+    text = re.sub(r"\s+", " ", Page((tmp_path / "report.html").read_text()).text)
+    assert "Not ranked for other hosts, as on one host they go another way" in text
 
 
 def expected_series() -> set[str]:
