@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench import plan
-from bench.baselines import measured_reach, reach_of
+from bench.baselines import lends, measured_reach, reach_of
 from bench.rows import size_text
 from bench.summary import Row, Run, number
 
@@ -28,12 +28,14 @@ class Choice:
         purpose: In words, with the size.
         reach: "host" or "network": how far it must reach.
         value: What was measured, with its unit.
+        caveat: What is not in the value, and what is fastest otherwise; mostly empty.
     """
 
     purpose: str
     reach: str
     transport: str
     value: str
+    caveat: str
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,21 @@ def choices(run: Run) -> list[Choice]:
             able = [row for row in ours if measured_reach(row.transport) in reaches]
             if able:
                 best = _best(able)
-                found.append(Choice(purpose, reaches[0], best.transport, value(best)))
+                name, measured = best.transport, value(best)
+                caveat = _caveat(best, able)
+                found.append(Choice(purpose, reaches[0], name, measured, caveat))
     return found
+
+
+def _caveat(best: Row, able: list[Row]) -> str:
+    if not lends(best.transport):
+        return ""
+    others = [row for row in able if not lends(row.transport)]
+    said = "the time to fill the memory is not in it"
+    if others:
+        other = _best(others)
+        said += f"; without a loan {other.transport}, {value(other)}"
+    return said
 
 
 def local_only(run: Run) -> list[str]:

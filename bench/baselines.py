@@ -83,6 +83,9 @@ BASELINES = {
     "raw:iceoryx2": Baseline(
         "bench.raw_iceoryx2:IceoryxWire", _QUIET, module="iceoryx2", package="iceoryx2"
     ),
+    "raw:iceoryx2:loan": Baseline(
+        "bench.raw_iceoryx2:IceoryxWire", _WHOLE, module="iceoryx2", package="iceoryx2"
+    ),
     "raw:ray": Baseline("bench.raw_ray:RayWire", _QUIET, module="ray", package="ray"),
     "raw:redis": Baseline(
         "bench.raw_redis:RedisWire",
@@ -102,7 +105,7 @@ BASELINES = {
 }
 MODES = {
     "view": frozenset({"latency", "fanout", "stream"}),
-    "loan": frozenset({"latency", "fanout"}),
+    "loan": _WHOLE,
 }
 """Ways to use a transport that shares memory, as in "shm+view", and their workloads.
 
@@ -119,6 +122,11 @@ def split(transport: str) -> tuple[str, str]:
     return backend, mode
 
 
+def lends(transport: str) -> bool:
+    """Whether a publisher fills its memory in place, which is not timed."""
+    return split(transport)[1] == "loan"
+
+
 def shares_memory(backend: str) -> bool:
     """Whether members on one host read each other's memory; `auto` finds out."""
     return backend.partition(":")[0] in ("shm", "auto")
@@ -132,6 +140,8 @@ def encrypts(backend: str) -> bool:
 @lru_cache
 def raw_of(transport: str) -> tuple[str, ...]:
     """The bare libraries that a transport is compared with, the nearest one first."""
+    if lends(transport):  # the others copy within their time
+        return ("raw:iceoryx2:loan",)
     transport, _ = split(transport)
     if transport in ("nng", "zmq"):  # they choose ipc between members on one host
         return (f"raw:{transport}:ipc",)
@@ -149,7 +159,9 @@ def raw_of(transport: str) -> tuple[str, ...]:
 
 @lru_cache
 def limit_of(transport: str) -> str:
-    """What bounds a transport on one host."""
+    """What bounds a transport on one host; empty for a loan, which copies nothing."""
+    if lends(transport):
+        return ""
     transport, _ = split(transport)
     if transport == "inproc" or shares_memory(transport):
         return "limit:memcpy"
@@ -188,7 +200,7 @@ def beside(transport: str, workload: str) -> list[str]:
         found.append(BUS)
     if transport.startswith("zmq"):
         found.append(f"{raw_of(transport)[0]}:copy")
-    found.append(limit_of(transport))
+    found += filter(None, [limit_of(transport)])
     return [name for name in found if workload in BASELINES[name].workloads]
 
 

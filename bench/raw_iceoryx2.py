@@ -4,6 +4,8 @@ The payload's memory is copied once, into shared memory; the receiver's tensor l
 it. A publisher waits for room (`RetryUntilDelivered`, the default) in buffers of 1000
 messages, or of two of a megabyte and more. Who waits sleeps in a listener, which every
 message notifies. Left out is mixed traffic: a publisher that waits does nothing else.
+With ``:loan`` the slice is the application's own memory, which is filled outside the
+timing: of a tensor only the header is written for each message.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class IceoryxWire(Wire):
 
     def __init__(self, peer: Peer, quiet: float) -> None:
         self._quiet = quiet
+        self._lends = peer.cell.transport.endswith(":loan")
+        self._filled = False
         large = peer.cell.nbytes >= _LARGE
         self._depth = _FEW if large else _MANY
         _check_room((self._depth + 2) * peer.cell.nbytes)
@@ -74,7 +78,10 @@ class IceoryxWire(Wire):
     def send(self, payload: Payload) -> None:
         parts = encode(payload)
         sample = self._publisher.loan_slice_uninit(packed_size(parts))
-        pack(parts, sample.payload().as_memory_view())
+        # Filled is the one message that the receiver checks, as by our loan.
+        count = 1 if self._filled else len(parts)
+        pack(parts, sample.payload().as_memory_view(), count)
+        self._filled = self._lends and (self._filled or len(parts) > 1)
         sample.assume_init().send()
         self._notifier.notify()
 
@@ -130,12 +137,16 @@ def packed_size(parts: Parts) -> int:
     )
 
 
-def pack(parts: Parts, area: memoryview) -> None:
-    """Lay out parts one after the other, each aligned, their sizes before them."""
+def pack(parts: Parts, area: memoryview, count: int) -> None:
+    """Lay out parts one after the other, each aligned, their sizes before them.
+
+    Args:
+        count: How many of them are copied; the others have their places.
+    """
     sizes = (len(parts), *(len(part) for part in parts))
     struct.pack_into(f"<{len(sizes)}q", area, 0, *sizes)
     start = _aligned(_COUNT.size * len(sizes))
-    for part in parts:
+    for part in parts[:count]:
         if len(part):  # by numpy: a slice of a ctypes view is assigned byte by byte
             target = np.frombuffer(area, np.uint8, len(part), start)
             target[:] = np.frombuffer(part, np.uint8)

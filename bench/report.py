@@ -331,6 +331,7 @@ def _short(run: Run) -> list[str]:
         f"- {one.purpose}"
         + (", to other hosts" if one.reach == "network" else "")
         + f": {one.transport}, {one.value}"
+        + (f" ({one.caveat})" if one.caveat else "")
         for one in advice.choices(run)
     ]
     if local := advice.local_only(run):

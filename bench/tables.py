@@ -15,7 +15,8 @@ from bench.summary import Published, Row, Run, nearest, number, published
 NOTES = {
     "latency": "One message at a time, one way: the round trip with an empty answer, "
     "less half an empty round trip. `+view`: subscribers read the publisher's memory; "
-    "`+loan`: it was filled in place, too, before the time began.",
+    "`+loan`: it was filled in place, too, before the time began; so was that of "
+    "`raw:iceoryx2:loan`, while all others copy within their time.",
     "fanout": "One way to the last of three subscribers, as for latency.",
     "rate": "Delivered per second, one dictionary per message. raw: one message per "
     "frame, its payload by msgpack; the faster of PUSH/PULL and PUB/SUB (`:pubsub`), "

@@ -203,6 +203,14 @@ def test_importing_is_timed() -> None:
     assert measured("mq", "import", 0)["samples"] >= 3
 
 
+@pytest.mark.parametrize("workload", ["latency", "fanout"])
+def test_a_loan_of_iceoryx2_carries_what_was_filled_first(workload: str) -> None:
+    """The one message that is checked; it is a row like any other."""
+    if reason := baselines.check("raw:iceoryx2:loan"):
+        pytest.skip(reason)
+    assert measured("raw:iceoryx2:loan", workload, 1_250_000)["samples"] >= 5
+
+
 @pytest.mark.parametrize("transport", FURTHER)
 @pytest.mark.parametrize(
     ("workload", "nbytes"), [("latency", 1_250_000), ("rate", 64), ("fanin", 2000)]

@@ -44,6 +44,13 @@ def test_shared_memory_is_compared_with_all_that_is_used_in_its_place() -> None:
     assert "raw:iceoryx2" not in baselines.beside("shm", "mixed")
 
 
+def test_a_loan_is_compared_with_what_is_filled_beforehand_too() -> None:
+    """Neither with what copies within its time nor with the time of a copy."""
+    for name in ("shm+loan", "auto+loan"):
+        for workload in ("latency", "fanout"):
+            assert baselines.beside(name, workload) == ["raw:iceoryx2:loan"]
+
+
 @pytest.mark.parametrize("transport", registry.names())
 @pytest.mark.parametrize("workload", plan.WORKLOADS)
 def test_everything_beside_a_transport_can_run(transport: str, workload: str) -> None:
@@ -69,7 +76,7 @@ def test_what_is_not_installed_is_named_with_its_remedy(
 def test_a_mode_is_a_row_with_the_baselines_of_its_transport() -> None:
     """Reading the publisher's memory is measured where it makes a difference."""
     assert baselines.raw_of("shm+view") == baselines.raw_of("shm")
-    assert baselines.limit_of("shm+loan") == "limit:memcpy"
+    assert baselines.limit_of("shm+view") == "limit:memcpy"
     cells = plan.cells(["shm", "shm+loan"], ["latency", "rate"], [64], 1, 1.0, False)
     names = [(c.workload, c.transport) for c in cells if "raw" not in c.transport]
     assert names == [

@@ -209,6 +209,25 @@ def test_the_short_answer_names_the_fastest_for_each_purpose_and_reach() -> None
     assert advice.losses(run()) == [(LOSSY, 500, 2000)]
 
 
+def test_a_loan_is_not_ranked_without_saying_what_its_time_leaves_out(
+    tmp_path: Path,
+) -> None:
+    """Nor is it compared with what copies within its time, or with a copy."""
+    rows = [row(name, ms) for name, ms in (("shm+loan", 0.1), ("shm+view", 2.0))]
+    rows += [row("raw:iceoryx2", 4.0), row("limit:memcpy", 1.0), row("shm", 3.0)]
+    found = report.load([write(tmp_path / "results.jsonl", rows)])
+    text = report.markdown(found)
+    assert "shm+loan, 100 us (the time to fill the memory is not in it; " in text
+    assert "without a loan shm+view, 2.00 ms)" in text
+    by_name = {one.transport: one for one in found.run.rows}
+    lent, view = by_name["shm+loan"], by_name["shm+view"]
+    assert found.run.raws(lent) == []
+    assert found.run.limit(lent) is None
+    assert view.ratio(found.run.raw(view)) == 0.5
+    filled = Run([*found.run.rows, *gather([row("raw:iceoryx2:loan", 0.05)])])
+    assert lent.ratio(filled.raw(lent)) == 2
+
+
 LOCAL = ("auto", "auto+view", "torchrpc:cpu", "zmq")
 
 
