@@ -45,8 +45,8 @@ class Score:
     Attributes:
         small, large: One way times, with their sizes and units.
         rate: Messages per second.
-        small_raw, large_raw, rate_raw: How many times as long as the bare library, or
-            for the rate as short a time per message; None: there is none.
+        small_raw, large_raw, rate_raw: The ratio to the bare library, as in the table
+            of the workload: times below 1 are faster, rates above; None: there is none.
         lost: Messages lost in all cells.
     """
 
@@ -138,26 +138,21 @@ def _score(run: Run, transport: str) -> Score:
     small = run.row("latency", sizes[0], transport) if sizes else None
     large = run.row("latency", sizes[-1], transport) if len(sizes) > 1 else None
     rate = run.row("rate", rates[0], transport) if rates else None
-    slower = _slower(run, rate)
     return Score(
         transport,
         reach_of(transport),
         value(small),
-        _slower(run, small),
+        _by_raw(run, small),
         value(large),
-        _slower(run, large),
+        _by_raw(run, large),
         value(rate),
-        slower,
+        _by_raw(run, rate),
         lost=round(sum(r.lost() for r in run.rows if r.transport == transport)),
     )
 
 
-def _slower(run: Run, row: Row | None) -> float | None:
-    """How many times as long as the bare library it takes."""
-    ratio = row.ratio(run.raw(row)) if row is not None else None
-    if row is None or not ratio:
-        return None
-    return ratio if plan.WORKLOADS[row.workload].lower_is_better else 1 / ratio
+def _by_raw(run: Run, row: Row | None) -> float | None:
+    return None if row is None else row.ratio(run.raw(row))
 
 
 def losses(run: Run) -> list[tuple[str, int, int]]:

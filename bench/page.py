@@ -128,11 +128,12 @@ def _prose(text: str) -> Markup:
     return Markup("").join(parts)
 
 
-def _ratio(value: float | None) -> Markup:
-    """A cell with a ratio, coloured by how good it is."""
+def _ratio(value: float | None, faster_above: bool = False) -> Markup:
+    """A cell with a ratio, coloured by how good it is: of times, or else of rates."""
     if value is None:
         return Markup("<td>-</td>")
-    kind = "good" if value <= _GOOD else "fair" if value <= _FAIR else "poor"
+    slower = 1 / value if faster_above else value
+    kind = "good" if slower <= _GOOD else "fair" if slower <= _FAIR else "poor"
     return Markup('<td class="{}">{}</td>').format(kind, number(value))
 
 

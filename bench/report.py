@@ -27,9 +27,10 @@ METHOD = (
     "measured one after the other, in turning order, so that a drift of the machine "
     "hits all of them.",
     "Figures are medians over the rounds. /raw and /limit are medians of the ratios "
-    "within one round, ours by theirs; raw is the bare library on the same wire, used "
-    "as its documentation says, limit what this machine can do: a copy into memory in "
-    "use (memcpy), or a plain socket into a buffer made beforehand.",
+    "within one round, ours by theirs in the unit of the table: below 1 ours is faster "
+    "where that is a time, above 1 where it is a rate. raw is the bare library on the "
+    "same wire, used as its documentation says, limit what this machine can do: a copy "
+    "into memory in use (memcpy), or a plain socket into a buffer made beforehand.",
     "Every payload is checked once, outside the timing. Cells warm up first.",
     "CPU s/GB: processor seconds of all processes of a cell per 10^9 bytes delivered, "
     "answers included. sender and receiver MB: the most resident memory above what "

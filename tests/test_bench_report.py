@@ -204,7 +204,7 @@ def test_the_short_answer_names_the_fastest_for_each_purpose_and_reach() -> None
     scores = {one.transport: one for one in advice.scores(run())}
     assert list(scores) == [*OURS, "nng:tcp", "torchrpc:cpu"]
     assert scores["zmq:ipc"].small_raw == pytest.approx(2, rel=0.01)
-    assert scores["zmq:ipc"].rate_raw == pytest.approx(2)  # takes twice as long
+    assert scores["zmq:ipc"].rate_raw == pytest.approx(0.5)  # messages per second
     assert scores["zmq:ipc"].lost == 0
     assert advice.losses(run()) == [(LOSSY, 500, 2000)]
 
@@ -226,6 +226,21 @@ def test_a_loan_is_not_ranked_without_saying_what_its_time_leaves_out(
     assert view.ratio(found.run.raw(view)) == 0.5
     filled = Run([*found.run.rows, *gather([row("raw:iceoryx2:loan", 0.05)])])
     assert lent.ratio(filled.raw(lent)) == 2
+
+
+def test_a_ratio_to_raw_is_the_same_wherever_it_stands(tmp_path: Path) -> None:
+    """Ours by theirs in the unit of the table; the method says what is faster."""
+    rates = {"zmq:ipc": 50.0, "raw:zmq:ipc": 100.0}
+    rows = [row(name, value, 0, "rate", 64) for name, value in rates.items()]
+    text = report.markdown(report.load([write(tmp_path / "results.jsonl", rows)]))
+    found = []
+    for title in ("In short", "rate"):
+        lines = text.partition(f"## {title}\n")[2].partition("\n##")[0].splitlines()
+        head = next(line for line in lines if "transport" in line).split(" | ")
+        ours = next(line for line in lines if "| zmq:ipc |" in line).split(" | ")
+        found.append(ours[len(head) - 1 - head[::-1].index("/raw")])
+    assert found == ["0.500", "0.500"]
+    assert "below 1 ours is faster where that is a time, above 1 where it" in text
 
 
 LOCAL = ("auto", "auto+view", "torchrpc:cpu", "zmq")
