@@ -31,6 +31,10 @@ METHOD = (
     "where that is a time, above 1 where it is a rate. raw is the bare library on the "
     "same wire, used as its documentation says, limit what this machine can do: a copy "
     "into memory in use (memcpy), or a plain socket into a buffer made beforehand.",
+    "While answers come soon, ours look again and again before they sleep, for up to "
+    "400 us; the bare libraries wait as they do by themselves: they sleep at once, but "
+    "for raw:torchrpc, whose own shared memory transport never does. So /raw of one "
+    "message at a time compares the waiting, too; what that costs is in CPU s/GB.",
     "Every payload is checked once, outside the timing. Cells warm up first.",
     "CPU s/GB: processor seconds of all processes of a cell per 10^9 bytes delivered, "
     "answers included. sender and receiver MB: the most resident memory above what "

@@ -308,6 +308,8 @@ def test_the_page_says_what_it_is_about(directory: Path) -> None:
     page = Page((directory / "report.html").read_text())
     for words in (
         "In short",
+        "ours look again and again before they sleep",
+        "the bare libraries wait as they do by themselves: they sleep at once",
         "a fast one",
         "mq bench --quick",
         "Two-term model",
