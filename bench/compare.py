@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +19,13 @@ DESCRIPTION = """\
 Compare two runs, cell by cell: how many times as long B takes as A (for rates: how many
 times as few per second), by the medians over the rounds, with the range that the single
 rounds span. A cell counts as slower or faster if the rounds of the two runs do not
-overlap; one round each tells of neither. Bare libraries and limits tell how far the
-machine itself has changed."""
+overlap, and there are so many that of cells that are alike less than 1 in 100 would do
+so by chance: five and five do, in 1 of 126; of three and three it would be 1 in 10, of
+one and one all. Cells with fewer have "too few rounds" in place of a verdict. Bare
+libraries and limits tell how far the machine itself has changed."""
+
+_CHANCE = 0.01
+_TOO_FEW = "too few rounds"
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,15 @@ class Change:
     lost: tuple[float, float]
 
     @property
+    def chance(self) -> float:
+        """How likely it is that rounds of two cells that are alike do not overlap."""
+        return 2 / math.comb(sum(self.rounds), self.rounds[0])
+
+    @property
     def verdict(self) -> str:
-        """ "slower" or "faster" if the rounds do not overlap, else nothing."""
-        if self.rounds == (1, 1):
-            return ""
+        """ "slower" or "faster" if the rounds do not overlap, and are enough."""
+        if self.chance > _CHANCE:
+            return _TOO_FEW
         if self.low > 1:
             return "slower"
         return "faster" if self.high < 1 else ""
@@ -129,7 +140,7 @@ def text(before: Run, after: Run) -> str:
             parts += [f"  {one.title()}: {number(one.ratio)}" for one in group]
     if absent := missing(before, after):
         parts += ["", "in one run only:", *(f"  {line}" for line in absent)]
-    return "\n".join([*parts, "", _medians(found)])
+    return "\n".join([*parts, "", _luck(found), _medians(found)])
 
 
 def _remark(change: Change) -> str:
@@ -137,6 +148,21 @@ def _remark(change: Change) -> str:
     if any(change.lost):
         remarks.append(f"lost {change.lost[0]:,.0f}, {change.lost[1]:,.0f}")
     return ", ".join(remarks)
+
+
+def _luck(found: Sequence[Change]) -> str:
+    """How many of the verdicts are to be expected of cells that are alike."""
+    judged = [one.chance for one in found if one.verdict != _TOO_FEW]
+    few = len(found) - len(judged)
+    parts = []
+    if few:
+        parts.append(f"{few} of {len(found)} cells have {_TOO_FEW} for a verdict")
+    if judged:
+        parts.append(
+            f"by chance alone about {number(sum(judged))} of {len(judged)} cells would "
+            "get a verdict"
+        )
+    return "; ".join(parts)
 
 
 def _medians(found: Sequence[Change]) -> str:
@@ -151,9 +177,9 @@ def _medians(found: Sequence[Change]) -> str:
 def failures(before: Run, after: Run, most: float) -> list[str]:
     """What is worse in B than it may be, in words.
 
-    Ours only: cells that are slower by more than `most` in all rounds, though it be
-    one, that lose messages and did not, or that failed or are missing and were not; and
-    that there is no cell to compare.
+    Ours only: cells whose medians differ by more than `most` and whose rounds do not
+    overlap, though there be one each; that lose messages and did not, or that failed or
+    are missing and were not; and that there is no cell to compare.
     """
     found = []
     common = [one for one in changes(before, after) if not is_baseline(one.transport)]
@@ -161,7 +187,8 @@ def failures(before: Run, after: Run, most: float) -> list[str]:
         found.append("the two runs have no cell of ours in common")
     for one in common:
         if one.low > 1 and one.ratio > most:
-            found.append(f"{one.title()}: {number(one.ratio)} times the time")
+            few = f" ({_TOO_FEW} to tell from luck)" if one.verdict == _TOO_FEW else ""
+            found.append(f"{one.title()}: {number(one.ratio)} times the time{few}")
         if one.lost[1] > one.lost[0] == 0:
             found.append(f"{one.title()}: lost {one.lost[1]:,.0f} messages")
     for row in after.rows:
@@ -186,9 +213,9 @@ def main(arguments: Sequence[str]) -> int:
         "--fail-above",
         type=_ratio,
         metavar="RATIO",
-        help="exit with 1 if one of ours is slower than this, as 1.2 (and its rounds, "
-        "if there are more than one, do not overlap), or loses messages, fails or is "
-        "missing and did not in A",
+        help="exit with 1 if one of ours is slower than this by the medians, as 1.2, "
+        "and its rounds do not overlap, though they be few, or if it loses messages, "
+        "fails or is missing and did not in A",
     )
     options = parser.parse_args(arguments)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,10 +39,10 @@ def test_a_cell_is_slower_if_none_of_its_rounds_is_as_fast(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The ratio is of the medians, its range of the single rounds."""
-    before = rounds("zmq:tcp", [10, 11, 12])
-    assert compared(tmp_path, before, rounds("zmq:tcp", [20, 22, 24])) == 0
+    before = rounds("zmq:tcp", [10, 11, 11, 11, 12])
+    assert compared(tmp_path, before, rounds("zmq:tcp", [20, 22, 22, 22, 24])) == 0
     out = capsys.readouterr().out
-    assert "latency  zmq:tcp    40 MB  2.00   1.67  2.40    3, 3  slower" in out
+    assert "latency  zmq:tcp    40 MB  2.00   1.67  2.40    5, 5  slower" in out
     assert "slower:\n  latency 40 MB zmq:tcp: 2.00" in out
     assert "python: 3.11 -> 3.12" in out
 
@@ -50,8 +51,8 @@ def test_rounds_that_overlap_are_no_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A median that moved within the noise is neither slower nor faster."""
-    before = rounds("zmq:tcp", [10, 11, 30])
-    after = rounds("zmq:tcp", [20, 22, 24])
+    before = rounds("zmq:tcp", [10, 11, 11, 12, 30])
+    after = rounds("zmq:tcp", [20, 22, 22, 23, 24])
     assert compared(tmp_path, before, after, "--fail-above", "1.2") == 0
     assert "slower" not in capsys.readouterr().out
 
@@ -66,15 +67,41 @@ def test_one_round_each_is_no_change_but_may_be_too_slow(
     shown = capsys.readouterr()
     assert "2.00" in shown.out
     assert "slower" not in shown.out
-    assert ("2.00 times the time" in shown.err) is (status == 1)
+    said = "2.00 times the time (too few rounds to tell from luck)"
+    assert (said in shown.err) is (status == 1)
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 2), (3, 3), (4, 4), (5, 5)])
+def test_verdicts_by_chance_are_rare(
+    counts: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 300 cells that did not change less than 1 in 100 may be called so."""
+    chance = random.Random(1)
+    names = [f"zmq:tcp{number}" for number in range(300)]
+    a, b = (
+        [
+            one
+            for name in names
+            for one in rounds(name, [chance.lognormvariate(0, 0.15) for _ in range(n)])
+        ]
+        for n in counts
+    )
+    compared(tmp_path, a, b)
+    out = capsys.readouterr().out
+    assert out.count(" slower\n") + out.count(" faster\n") <= 6
+    enough = counts == (5, 5)
+    assert ("300 of 300 cells have too few rounds for a verdict" in out) is not enough
+    assert ("chance alone about 2.38 of 300 cells would get" in out) is enough
+    assert (out.count(", 5\n") > 290) is enough
+    assert (out.count("too few rounds\n") == 300) is not enough
 
 
 def test_a_rate_is_compared_as_the_time_per_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Twice as many per second take half the time."""
-    before = rounds("zmq:tcp", [100, 110], "rate")
-    compared(tmp_path, before, rounds("zmq:tcp", [200, 220], "rate"))
+    before = rounds("zmq:tcp", [100, 110, 110, 110, 120], "rate")
+    compared(tmp_path, before, rounds("zmq:tcp", [200, 220, 220, 220, 240], "rate"))
     out = capsys.readouterr().out
     assert "faster:\n  rate 64 B zmq:tcp: 0.500" in out
 
