@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -279,6 +280,6 @@ def percentiles(samples: Iterable[float]) -> dict[str, float]:
     ordered = sorted(samples)
     if not ordered:
         raise ValueError("no samples: nothing was measured")
-    last = len(ordered) - 1
-    found = {f"p{p}": ordered[min(last, len(ordered) * p // 100)] for p in (50, 90, 99)}
+    ranks = {p: math.ceil(len(ordered) * p / 100) for p in (50, 90, 99)}
+    found = {f"p{p}": ordered[rank - 1] for p, rank in ranks.items()}
     return {**found, "samples": float(len(ordered))}

@@ -385,6 +385,8 @@ def test_an_altered_payload_is_noticed() -> None:
 
 def test_percentiles_are_by_nearest_rank() -> None:
     """A percentile is one of the samples."""
-    found = percentiles(range(100))
+    found = percentiles(range(1, 101))
     assert (found["p50"], found["p90"], found["p99"]) == (50, 90, 99)
+    found = percentiles(range(1, 11))
+    assert (found["p50"], found["p90"], found["p99"]) == (5, 9, 10)
     assert percentiles([7.0])["p99"] == 7
