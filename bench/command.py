@@ -96,7 +96,7 @@ def _workloads(text: str) -> list[str]:
 
 def _sizes(text: str) -> list[int]:
     try:
-        return [plan.parse_size(size) for size in _names(text)]
+        return list(dict.fromkeys(plan.parse_size(size) for size in _names(text)))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

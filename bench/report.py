@@ -69,18 +69,18 @@ def load(paths: Sequence[Path]) -> Found:
     """The conditions and the rows of files of JSON lines.
 
     Raises:
-        ValueError: A line is not one that `Writer` makes, a file is given twice, two
-            are of transports, whose ratios hold within one run only, or two have done
-            different things under one name.
+        ValueError: A line is not one that `Writer` makes, a file or a copy of it is
+            given twice, two are of transports, whose ratios hold within one run only,
+            or two have done different things under one name.
     """
     names = _short_names(paths)
     facts, counts, sources = [], [], []
     transports: list[Result] = []
-    for path in paths:
-        own, results = read(path)
-        facts.append(own)
+    files = [read(path) for path in paths]
+    for path, (own, results) in zip(paths, files, strict=True):
         of_apps = [row for row in results if name_of(row.workload)]
         others = [row for row in results if not name_of(row.workload)]
+        facts.append(own)
         counts.append(len(of_apps) + sum(row.status == "ok" for row in others))
         sources.append(Source(path.parent, of_apps))
         for result in others:
@@ -92,6 +92,8 @@ def load(paths: Sequence[Path]) -> Found:
                 "only: mq bench compare shows two side by side"
             )
         transports = transports or others
+        if (first := paths[files.index((own, results))]) is not path:
+            raise ValueError(f"{path} and {first} hold the same run")
     _check_tasks(names, facts, sources)
     run = Run(gather(transports))
     return Found(names, facts, counts, run, joined(sources))

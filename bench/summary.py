@@ -68,6 +68,8 @@ class Row:
         if result.status != "ok":
             self.problem = f"{result.status}: {result.reason}"
             return
+        if result.round in self.values:  # twice in one file: the first one counts
+            return
         self.values[result.round] = result.metrics["value"]
         for name, value in result.metrics.items():
             self.metrics.setdefault(name, []).append(value)

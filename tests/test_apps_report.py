@@ -220,6 +220,14 @@ def test_a_run_of_transports_stands_in_the_same_report(
         report.load([other, other])
 
 
+def test_a_copy_of_a_run_is_no_further_round(tmp_path: Path) -> None:
+    """Under another name, too, it is the same measurement."""
+    rows = [app_row("shm", "shards cpu", 1.0)]
+    paths = [write(tmp_path / f"{name}.jsonl", rows) for name in "ab"]
+    with pytest.raises(ValueError, match=r"b\.jsonl and .*a\.jsonl hold the same run"):
+        report.load(paths)
+
+
 def test_what_two_runs_measured_counts_as_further_rounds() -> None:
     """Ratios stay within a run, and what only one could run is not missing."""
     cuda = app_row("torchrpc:cuda", "shards direct", 0.5)

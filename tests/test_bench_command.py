@@ -40,6 +40,14 @@ def test_the_command_measures_writes_and_reports(
     assert "[4/4] about 0:0" in shown.err
 
 
+def test_a_size_given_twice_is_measured_once(tmp_path: Path) -> None:
+    """In whatever unit: a second value of a round would be no further round."""
+    chosen = ["--transports", "limit:memcpy", "--workloads", "latency", "--rounds", "1"]
+    sizes = ["--sizes", "1250,1.25KB", "--budget", "0.01"]
+    assert main([*chosen, *sizes, "--output", str(tmp_path)]) == 0
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+
+
 @pytest.fixture
 def temporary() -> Iterator[Path]:
     """A directory for temporary files, short enough for the paths of sockets."""

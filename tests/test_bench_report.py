@@ -117,6 +117,13 @@ def test_a_plan_that_is_no_number_is_refused(tmp_path: Path) -> None:
         read(path)
 
 
+def test_a_round_that_is_there_twice_counts_once() -> None:
+    """As in a file to which another was added by hand."""
+    rows = [row("zmq:tcp", 1.0, 0, lost=3.0), row("zmq:tcp", 9.0, 0, lost=5.0)]
+    (found,) = gather(rows)
+    assert (found.value, found.lost(), found.metric("p50")) == (1.0, 3.0, 1.0)
+
+
 def test_ratios_are_medians_over_rounds(results: Path) -> None:
     """Ours is divided by raw within each round, not by a median of all rounds."""
     rows = {one.transport: one for one in gather(read(results)[1])}
