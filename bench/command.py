@@ -290,7 +290,7 @@ def measure(cell: Cell, reasons: dict[str, str], touch: bool = False) -> Result:
         touch: Whether to touch memory beforehand, as much as the cell may need. Cells
             that use what they need before the timed part measure the same without.
     """
-    reason = reasons.get(cell.transport) or plan.too_large(cell)
+    reason = reasons.get(cell.transport) or plan.misfit(cell)
     if reason:
         return Result.of(cell, "skipped", reason)
     workload = plan.WORKLOADS[cell.workload]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mq
-from bench import baselines, command, payloads, raw, raw_nng
+from bench import baselines, command, payloads, plan, raw, raw_nng
 from bench.command import measure, unusable
 from bench.gpu import Gpu, move
 from bench.peer import Metrics, Peer, Unusable
@@ -381,6 +381,12 @@ def test_an_altered_payload_is_noticed() -> None:
     for altered in (changed, swapped, torch.zeros(5), None):
         with pytest.raises(ValueError, match=r"altered|in place of"):
             payloads.check(altered, "tensor", 1_000_000)
+
+
+@pytest.mark.parametrize("transport", ["shm", "raw:zmq:ipc"])
+def test_the_least_batch_is_measured(transport: str) -> None:
+    """None of its four tensors is empty."""
+    assert measured(transport, "fanin", plan.WORKLOADS["fanin"].least)
 
 
 def test_percentiles_are_by_nearest_rank() -> None:

@@ -123,7 +123,7 @@ def test_a_full_run_has_every_size_and_workload() -> None:
 
 def test_a_payload_beyond_what_a_baseline_carries_is_not_tried() -> None:
     """Redis holds half a gigabyte in a value; the reason says so."""
-    reason = plan.too_large(Cell("raw:redis", "latency", 640_000_000))
+    reason = plan.misfit(Cell("raw:redis", "latency", 640_000_000))
     assert reason == "raw:redis carries up to 536,870,912 bytes"
 
 
@@ -149,3 +149,13 @@ def test_a_cell_is_named_in_words() -> None:
         "latency 1.25 KB zmq:ipc (round 2)"
     )
     assert title(Cell("mq", "import", 0)) == "import mq (round 1)"
+
+
+@pytest.mark.parametrize("transport", ["shm", "raw:zmq:ipc"])
+def test_a_batch_with_empty_parts_is_not_measured(transport: str) -> None:
+    """Of fewer bytes it fails; the least size is named, for ours and for raw."""
+    said = "fanin has payloads of at least 32 bytes"
+    for nbytes in (4, 16, 31):
+        assert plan.misfit(Cell(transport, "fanin", nbytes)) == said
+    assert plan.misfit(Cell(transport, "fanin", 32)) is None
+    assert plan.misfit(Cell(transport, "latency", 4)) is None
