@@ -193,7 +193,8 @@ def on_the_way(
         measure: Writes down each row as soon as it is known.
 
     Returns:
-        What `measure` returned; 130 if it was interrupted.
+        What `measure` returned; 130 if it was interrupted; 2 if the report, but for
+        that, could not be written.
     """
     path = output / RESULTS
     writer = Writer(path, facts)
@@ -212,6 +213,11 @@ def on_the_way(
         except KeyboardInterrupt:
             print(f"without a report: mq bench report {path}", file=sys.stderr)
             return 130
+        except OSError as error:  # as on a full disk; the rows are written down
+            print(terminal([path]))
+            print(f"without a report: {error}", file=sys.stderr)
+            print(f"elsewhere: mq bench report {path} --output DIR", file=sys.stderr)
+            return status or 2
     print("\n".join([terminal([path]), *told]))
     return status
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -46,6 +47,24 @@ def test_a_size_given_twice_is_measured_once(tmp_path: Path) -> None:
     sizes = ["--sizes", "1250,1.25KB", "--budget", "0.01"]
     assert main([*chosen, *sizes, "--output", str(tmp_path)]) == 0
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_report_that_cannot_be_written_is_left_for_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: the table is printed, and how to write it elsewhere."""
+
+    def full(self: Path, *_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    chosen = ["--transports", "limit:memcpy", "--rounds", "1"]
+    assert main([*chosen, *SMALL, "--output", str(tmp_path)]) == 2
+    shown = capsys.readouterr()
+    assert "limit:memcpy" in shown.out
+    assert "without a report: [Errno 28] No space left on device" in shown.err
+    again = f"mq bench report {tmp_path / 'results.jsonl'} --output DIR"
+    assert shown.err.splitlines()[-1] == f"elsewhere: {again}"
 
 
 @pytest.fixture
