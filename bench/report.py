@@ -292,7 +292,7 @@ def markdown(found: Found) -> str:
     for facts in found.facts:
         parts += [f"`{facts.get('command', 'mq bench')}`", ""]
     for remark in remarks(found):
-        parts += [remark, ""]
+        parts += [tables.plain(remark), ""]
     apps = applications(found)
     for table in apps[:1]:
         parts += [*_markdown_section(table)[1:], ""]
@@ -343,12 +343,12 @@ def _short(run: Run) -> list[str]:
     fastest = [
         f"- {one.purpose}"
         + (", to other hosts" if one.reach == "network" else "")
-        + f": {one.transport}, {one.value}"
+        + f": {tables.plain(one.transport)}, {one.value}"
         + (f" ({one.caveat})" if one.caveat else "")
         for one in advice.choices(run)
     ]
     if local := advice.local_only(run):
-        names = ", ".join(local)
+        names = tables.plain(", ".join(local))
         fastest.append(
             f"- not ranked for other hosts, as on one host they go another way: {names}"
         )
@@ -360,7 +360,7 @@ def _markdown_section(table: tables.Text) -> list[str]:
     if table.lines:
         parts += tables.markdown(table.head, table.lines)
     if table.problems:
-        parts += ["", *(f"- {problem}" for problem in table.problems)]
+        parts += ["", *(f"- {tables.plain(problem)}" for problem in table.problems)]
     return parts
 
 

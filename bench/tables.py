@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from statistics import median
 from typing import NamedTuple
@@ -45,6 +46,7 @@ _EXTRA = {
     "weights_age_ms": "weights' age ms",
     "weights_age_p99_ms": "age p99 ms",
 }
+_ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 
 
 class Text(NamedTuple):
@@ -192,11 +194,18 @@ def measured_published(run: Run) -> Text | None:
     return Text("Published", "", ["size", "scope", "system", "ms"], lines, [])
 
 
+def plain(text: str) -> str:
+    """Text whose signs are no HTML in Markdown, but for what is between backticks."""
+    return re.sub(
+        r"`[^`]*`|[<>&]", lambda found: _ENTITIES.get(found[0], found[0]), text
+    )
+
+
 def markdown(head: list[str], lines: Iterable[list[str]]) -> list[str]:
     """A table in Markdown, line by line."""
     rows = [head, ["---"] * len(head), *lines]
     return [
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        "| " + " | ".join(plain(cell).replace("|", "\\|") for cell in row) + " |"
         for row in rows
     ]
 

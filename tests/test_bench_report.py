@@ -16,7 +16,7 @@ from pages import Page, seen
 
 from bench import advice, plan, report, tables
 from bench.model import fit, models
-from bench.rows import Result, read
+from bench.rows import Cell, Result, read
 from bench.summary import Run, gather, published
 
 pytest.importorskip("matplotlib", reason="the plots need matplotlib")
@@ -248,6 +248,19 @@ def test_a_ratio_to_raw_is_the_same_wherever_it_stands(tmp_path: Path) -> None:
         found.append(ours[len(head) - 1 - head[::-1].index("/raw")])
     assert found == ["0.500", "0.500"]
     assert "below 1 ours is faster where that is a time, above 1 where it" in text
+
+
+def test_names_and_reasons_are_no_html(tmp_path: Path) -> None:
+    """A reason may name an object; a reader of Markdown would take it for a tag."""
+    gone = Cell("nng:tcp", "latency", 40_000_000)
+    rows = [row("a<b>", 1.0), Result.of(gone, "failed", "<Socket & Co> is `<closed>`")]
+    facts = {"cpu": "<i>fast</i>"}
+    path = write(tmp_path / "results.jsonl", rows, facts)
+    text = report.markdown(report.load([path]))
+    assert "| 40 MB | a&lt;b&gt; |" in text
+    assert "(40 MB): a&lt;b&gt;, " in text
+    assert "| cpu | &lt;i&gt;fast&lt;/i&gt; |" in text
+    assert "failed: &lt;Socket &amp; Co&gt; is `<closed>`" in text
 
 
 LOCAL = ("auto", "auto+view", "torchrpc:cpu", "zmq")
