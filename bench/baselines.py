@@ -41,6 +41,7 @@ class Baseline:
         module: What must be importable, where that is not the library's own need.
         package: What pip installs it by.
         program: What must be on the PATH.
+        served: Whether servers do part of the work, which are no processes of the cell.
     """
 
     wire: str
@@ -51,6 +52,7 @@ class Baseline:
     module: str = ""
     package: str = ""
     program: str = ""
+    served: bool = False
 
 
 _NNG, _ZMQ = "bench.raw_nng:RawNngWire", "bench.raw:RawZmqWire"
@@ -86,7 +88,9 @@ BASELINES = {
     "raw:iceoryx2:loan": Baseline(
         "bench.raw_iceoryx2:IceoryxWire", _WHOLE, module="iceoryx2", package="iceoryx2"
     ),
-    "raw:ray": Baseline("bench.raw_ray:RayWire", _QUIET, module="ray", package="ray"),
+    "raw:ray": Baseline(
+        "bench.raw_ray:RayWire", _QUIET, module="ray", package="ray", served=True
+    ),
     "raw:redis": Baseline(
         "bench.raw_redis:RedisWire",
         _QUIET,
@@ -95,6 +99,7 @@ BASELINES = {
         module="redis",
         package="redis",
         program="redis-server",
+        served=True,
     ),
     "raw:zenoh": Baseline(
         "bench.raw_zenoh:ZenohWire", _QUIET, module="zenoh", package="eclipse-zenoh"
@@ -207,6 +212,11 @@ def beside(transport: str, workload: str) -> list[str]:
 def is_baseline(transport: str) -> bool:
     """Whether this is not the library but what it is compared with."""
     return transport.partition(":")[0] in ("raw", "limit")
+
+
+def served(transport: str) -> bool:
+    """Whether servers do part of the work, which are no processes of the cell."""
+    return transport in BASELINES and BASELINES[transport].served
 
 
 def can_run(transport: str, workload: str) -> bool:

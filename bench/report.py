@@ -37,8 +37,9 @@ METHOD = (
     "message at a time compares the waiting, too; what that costs is in CPU s/GB.",
     "Every payload is checked once, outside the timing. Cells warm up first.",
     "CPU s/GB: processor seconds of all processes of a cell per 10^9 bytes delivered, "
-    "answers included. sender and receiver MB: the most resident memory above what "
-    "the process started with, mapped shared memory included.",
+    "answers included; the servers of redis and Ray are not among them. sender and "
+    "receiver MB: the most resident memory above what the process started with, mapped "
+    "shared memory included.",
 )
 
 RESULTS = "results.jsonl"

@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench import plan
-from bench.baselines import is_baseline, raw_of
+from bench.baselines import is_baseline, raw_of, served
 from bench.model import models
 from bench.rows import size_text
 from bench.summary import Published, Row, Run, nearest, number, published
@@ -99,7 +99,14 @@ def _workload(run: Run, workload: str, rows: list[Row]) -> Text:
         for row in rows
         if row.problem
     ]
-    return Text(workload, NOTES[workload], head, lines, problems)
+    return Text(workload, NOTES[workload] + _served(rows), head, lines, problems)
+
+
+def _served(rows: list[Row]) -> str:
+    """What a note says of rows whose servers are not counted."""
+    known = [row.transport for row in rows if row.values and served(row.transport)]
+    names = ", ".join(f"`{name}`" for name in dict.fromkeys(known))
+    return f" {names}: CPU s/GB and MB without the servers'." if names else ""
 
 
 def _size(row: Row) -> str:

@@ -263,6 +263,17 @@ def test_names_and_reasons_are_no_html(tmp_path: Path) -> None:
     assert "failed: &lt;Socket &amp; Co&gt; is `<closed>`" in text
 
 
+def test_servers_that_are_not_counted_are_named() -> None:
+    """Redis and Ray do part of the work in processes of their own."""
+    names = ("raw:redis", "raw:ray", "raw:zenoh")
+    rows = [row(name, 1.0, number) for number in (0, 1) for name in names]
+    (table,) = tables.workloads(Run(gather([*rows, row("shm", 1.0)])))
+    said = "`raw:redis`, `raw:ray`: CPU s/GB and MB without the servers'."
+    assert table.note.endswith(f" {said}")
+    (table,) = tables.workloads(Run(gather([row("raw:zenoh", 1.0)])))
+    assert "servers" not in table.note
+
+
 LOCAL = ("auto", "auto+view", "torchrpc:cpu", "zmq")
 
 
