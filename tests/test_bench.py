@@ -19,6 +19,7 @@ from bench.gpu import Gpu, move
 from bench.peer import Metrics, Peer, Unusable
 from bench.rows import Cell, Result, Usage, percentiles
 from bench.runner import Conversation, run_cell
+from bench.workloads import lossy_silence
 from mq import registry
 from mq.rendezvous import paths
 
@@ -381,6 +382,12 @@ def test_an_altered_payload_is_noticed() -> None:
     for altered in (changed, swapped, torch.zeros(5), None):
         with pytest.raises(ValueError, match=r"altered|in place of"):
             payloads.check(altered, "tensor", 1_000_000)
+
+
+def test_what_loses_messages_has_time_for_a_large_one() -> None:
+    """400 MB on their way for 2.7 s, as over `raw:nng-bus`, are not lost."""
+    assert lossy_silence(400_000_000) > 2 * 2.7
+    assert lossy_silence(64) == pytest.approx(1)  # else each trial would end later
 
 
 @pytest.mark.parametrize("transport", ["shm", "raw:zmq:ipc"])
