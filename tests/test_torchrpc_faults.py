@@ -217,6 +217,14 @@ def test_an_agent_that_was_shut_down_takes_no_peer() -> None:
             first.peer("0" * 32, "uv://127.0.0.1:1", "")
 
 
+def test_a_url_that_torch_refuses_is_an_os_error() -> None:
+    """As any peer that the agent does not take, though C++ raises another kind."""
+    with World(TorchRpcLink, 1) as world:
+        agent = world.members[0].link.agent  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="does not take the peer: In createInet"):
+            agent.peer("0" * 32, "uv://127.0.0.1%x:1234", "")
+
+
 def _limit_to(free: int) -> None:
     """Leave this process so many descriptors."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

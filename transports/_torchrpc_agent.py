@@ -276,7 +276,7 @@ class Agent:
                     known = Peer(info, self._call, has_lifeline=False)
                 else:
                     known = self._add(url, pairs)
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:  # C++: invalid_argument
                 first = str(error).partition("\n")[0]
                 raise OSError(
                     f"the RPC agent does not take the peer: {first}"
