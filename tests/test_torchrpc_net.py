@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from fresh_python import ROOT
-from namespaces import inside, two_namespaces
+from namespaces import inside, link_up, run, two_namespaces
 
 MEMBER = """
 import sys
@@ -49,3 +50,63 @@ def test_an_interface_that_has_no_link_yet_can_be_tried_again(tmp_path: Path) ->
     assert "veth0" in said
     assert "no link" in said
     assert address.startswith("uv://10.77.0.1:")
+
+
+JOINER = """
+import sys
+import mq
+
+try:
+    queue = mq.connect(
+        "torchrpc:cpu", group="g", rendezvous=sys.argv[1],
+        listen=sys.argv[2:], insecure=True, secret="a common secret",
+    )
+except mq.ConnectRefused as error:
+    sys.exit(str(error))
+with queue:
+    print("open", flush=True)
+    sys.stdin.read()
+    print(len(queue.members()), "left")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_member_whose_agent_cannot_be_reached_is_refused(
+    tmp_path: Path, first: int
+) -> None:
+    """It may be reached by another address: whom TensorPipe leads nowhere it aborts."""
+    with two_namespaces() as names, contextlib.ExitStack() as stack:
+        link_up(names)
+        alone = ("ip", "-n", names[1])
+        run(*alone, "link", "add", "far0", "type", "veth", "peer", "name", "far1")
+        run(*alone, "addr", "add", "10.78.0.1/24", "dev", "far0")
+        for end in ("far0", "far1"):
+            run(*alone, "link", "set", end, "up")
+        listens = [["10.77.0.1"], ["10.78.0.1", "10.77.0.2"]]
+        members = []
+        for number in (first, 1 - first):
+            where = [f"file://{tmp_path}"]
+            where += [f"torchrpc://{host}:0" for host in listens[number]]
+            member = subprocess.Popen(
+                [*inside(names[number]), sys.executable, "-c", JOINER, *where],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+            )
+            stack.callback(member.communicate)
+            stack.callback(member.kill)
+            members.append(member)
+            if number == first:
+                assert member.stdout is not None
+                assert member.stdout.readline() == "open\n"
+        there, joiner = members
+        _, said = joiner.communicate(timeout=60)
+        assert joiner.returncode == 1, said
+        assert "no connection can be made to uv://10.78.0.1:" in said
+        assert "put one first that all members reach" in said
+        left, said = there.communicate(timeout=60)
+        assert there.returncode == 0, said
+        assert left == "1 left\n"

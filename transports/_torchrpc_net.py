@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -45,22 +46,48 @@ def check_url(url: str, transports: Sequence[str]) -> None:
     """Refuse a URL that TensorPipe would abort the process for.
 
     Raises:
-        ValueError: It is malformed, or of a transport that is not in use here.
+        ValueError: It is malformed, of a transport that is not in use here, or this
+            host cannot connect to it.
+        OSError: No descriptor is free to find that out.
     """
     scheme, _, rest = url.partition("://")
     if scheme not in transports:
         raise ValueError(f"its TensorPipe transport {scheme!r} is not used here")
     if scheme == "shm":
-        good = _SHM.fullmatch(rest) is not None
+        if _SHM.fullmatch(rest) is None:
+            raise _no_url(url)
     else:
-        host, port = addresses.split_host_port(rest) or ("", 0)
+        _check_route(url)
+
+
+def _no_url(url: str) -> ValueError:
+    return ValueError(f"{url[:100]!r} is no URL of TensorPipe's")
+
+
+def _check_route(url: str) -> None:
+    """Refuse a URL to which libuv's `connect` would fail at once.
+
+    That is a matter of routes, which a datagram socket is told of without sending.
+    """
+    host, port = remote_of(url) or ("", 0)
+    try:
+        ip = ipaddress.ip_address(host)
+        (family, target), *_ = addresses.look_up(host, port, socket.AI_NUMERICHOST)
+    except (ValueError, OSError):
+        raise _no_url(url) from None
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if not port or not url.isascii() or ip.is_multicast or ip.is_unspecified:
+        raise _no_url(url)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            ipaddress.ip_address(host.strip("[]").partition("%")[0])
-            good = port > 0
-        except ValueError:
-            good = False
-    if not good:
-        raise ValueError(f"{url[:100]!r} is no URL of TensorPipe's")
+            probe.connect(target)
+        except OSError as error:
+            raise ValueError(
+                f"no connection can be made to {url}, where TensorPipe listens for one "
+                f"end, from the other ({error.strerror}); a process listens there on "
+                "the first address of `listen` that other hosts reach, as its first "
+                "torchrpc queue gives it: put one first that all members reach"
+            ) from error
 
 
 @contextlib.contextmanager
