@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from fresh_python import ROOT
 from namespaces import inside, link_up, run, two_namespaces
+
+from transports import _torchrpc_net as net
 
 MEMBER = """
 import sys
@@ -59,7 +62,7 @@ import mq
 try:
     queue = mq.connect(
         "torchrpc:cpu", group="g", rendezvous=sys.argv[1],
-        listen=sys.argv[2:], insecure=True, secret="a common secret",
+        listen=sys.argv[2:], insecure=True,
     )
 except mq.ConnectRefused as error:
     sys.exit(str(error))
@@ -68,12 +71,21 @@ with queue:
     sys.stdin.read()
     print(len(queue.members()), "left")
 """
+TWO = ["10.78.0.1", "10.77.0.2"]
+"""The first is not reached from the other namespace."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("first", "second_listens", "words"),
+    [
+        (0, TWO, r"no connection can be made to uv://10.78.0.1:\d+,.* put one first"),
+        (1, TWO, r"no connection can be made to uv://10.78.0.1:\d+,.* put one first"),
+        (0, ["127.0.0.1"], r"on uv://127.0.0.1:\d+, which no other host reaches"),
+    ],
+)
 def test_a_member_whose_agent_cannot_be_reached_is_refused(
-    tmp_path: Path, first: int
+    tmp_path: Path, first: int, second_listens: list[str], words: str
 ) -> None:
     """It may be reached by another address: whom TensorPipe leads nowhere it aborts."""
     with two_namespaces() as names, contextlib.ExitStack() as stack:
@@ -83,7 +95,7 @@ def test_a_member_whose_agent_cannot_be_reached_is_refused(
         run(*alone, "addr", "add", "10.78.0.1/24", "dev", "far0")
         for end in ("far0", "far1"):
             run(*alone, "link", "set", end, "up")
-        listens = [["10.77.0.1"], ["10.78.0.1", "10.77.0.2"]]
+        listens = [["10.77.0.1"], second_listens]
         members = []
         for number in (first, 1 - first):
             where = [f"file://{tmp_path}"]
@@ -105,8 +117,17 @@ def test_a_member_whose_agent_cannot_be_reached_is_refused(
         there, joiner = members
         _, said = joiner.communicate(timeout=60)
         assert joiner.returncode == 1, said
-        assert "no connection can be made to uv://10.78.0.1:" in said
-        assert "put one first that all members reach" in said
+        assert re.search(words, said)
         left, said = there.communicate(timeout=60)
         assert there.returncode == 0, said
         assert left == "1 left\n"
+
+
+@pytest.mark.parametrize(
+    "url", ["uv://127.0.0.1:1", "uv://[::ffff:127.0.0.1]:1", "shm://name"]
+)
+def test_what_stays_within_a_host_is_of_use_there_only(url: str) -> None:
+    """Elsewhere TensorPipe would connect to whatever listens there."""
+    net.check_url(url, ("uv", "shm"), within_host=True)
+    with pytest.raises(ValueError, match="no other host reaches"):
+        net.check_url(url, ("uv", "shm"), within_host=False)

@@ -19,6 +19,8 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from mq import addresses
+
 PROTOCOL: Final = 4
 NOTE_BYTES: Final = 16 * 1024
 _LENGTH: Final = struct.Struct(">I")
@@ -168,6 +170,16 @@ class Control:
         except OSError:
             return "an unknown address"
         return f"{host}:{port}"
+
+    @property
+    def is_within_host(self) -> bool:
+        """Whether the peer is a process of this host.
+
+        Raises:
+            OSError: It is connected no more.
+        """
+        own, peer = self._socket.getsockname()[0], self._socket.getpeername()[0]
+        return own == peer or addresses.is_loopback(peer)
 
     def send(self, note: dict[str, Any]) -> None:
         """Send a note, or keep what the kernel does not take at once."""

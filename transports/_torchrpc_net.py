@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
+from ipaddress import IPv4Address, IPv6Address
 from typing import TypeAlias
 
 from mq import addresses
@@ -42,42 +43,66 @@ def remote_of(url: str) -> Remote | None:
     return None if found is None else (found[0].strip("[]"), found[1])
 
 
-def check_url(url: str, transports: Sequence[str]) -> None:
+def check_url(url: str, transports: Sequence[str], within_host: bool = True) -> None:
     """Refuse a URL that TensorPipe would abort the process for.
 
+    Args:
+        within_host: Whether whoever gave it is a process of this host.
+
     Raises:
-        ValueError: It is malformed, of a transport that is not in use here, or this
-            host cannot connect to it.
+        ValueError: It is malformed, or of a transport that is not in use here, or this
+            host cannot connect to it, or would connect to a process of its own.
         OSError: No descriptor is free to find that out.
     """
     scheme, _, rest = url.partition("://")
     if scheme not in transports:
         raise ValueError(f"its TensorPipe transport {scheme!r} is not used here")
     if scheme == "shm":
+        stays_within = True
         if _SHM.fullmatch(rest) is None:
             raise _no_url(url)
     else:
-        _check_route(url)
+        ip, port = _ip_and_port(url)
+        stays_within = ip.is_loopback
+        _check_route(url, str(ip), port)
+    if stays_within and not within_host:
+        raise ValueError(
+            f"TensorPipe listens for one end on {url}, which no other host reaches, "
+            "and the other end is on another; give the first torchrpc queue of that "
+            "process a `listen` that other hosts reach"
+        )
 
 
 def _no_url(url: str) -> ValueError:
     return ValueError(f"{url[:100]!r} is no URL of TensorPipe's")
 
 
-def _check_route(url: str) -> None:
-    """Refuse a URL to which libuv's `connect` would fail at once.
+def _ip_and_port(url: str) -> tuple[IPv4Address | IPv6Address, int]:
+    """Those of one host, as far as can be told from a number.
 
-    That is a matter of routes, which a datagram socket is told of without sending.
+    Raises:
+        ValueError: There are none.
     """
     host, port = remote_of(url) or ("", 0)
     try:
         ip = ipaddress.ip_address(host)
-        (family, target), *_ = addresses.look_up(host, port, socket.AI_NUMERICHOST)
-    except (ValueError, OSError):
+    except ValueError:
         raise _no_url(url) from None
     ip = getattr(ip, "ipv4_mapped", None) or ip
     if not port or not url.isascii() or ip.is_multicast or ip.is_unspecified:
         raise _no_url(url)
+    return ip, port
+
+
+def _check_route(url: str, host: str, port: int) -> None:
+    """Refuse an address to which libuv's `connect` would fail at once.
+
+    That is a matter of routes, which a datagram socket is told of without sending.
+    """
+    try:
+        (family, target), *_ = addresses.look_up(host, port, socket.AI_NUMERICHOST)
+    except OSError:  # of an interface that is not there
+        raise _no_url(url) from None
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(target)

@@ -237,7 +237,7 @@ class TorchRpcLink(Link):
         greeting = control.greeting_of(note)
         if conn is None:
             self._revive()
-        self._check(greeting)
+        self._check(greeting, sock)
         if conn is not None:
             conn.begin(greeting, What.OPENED)
             return self._sockets.know(sock, conn)
@@ -248,11 +248,11 @@ class TorchRpcLink(Link):
         conn.expect()
         sock.send(self._greeting(conn).note())
 
-    def _check(self, peer: Greeting) -> None:
+    def _check(self, peer: Greeting, sock: Control) -> None:
         """Refuse a peer that TensorPipe would abort the process for.
 
         Raises:
-            BadNote: It says why.
+            BadNote, OSError: It says why.
         """
         # First: whoever else has got this port is not what was looked for.
         if peer.link not in ("", self._id):
@@ -265,7 +265,7 @@ class TorchRpcLink(Link):
         control.compare(*mine, peer)
         if not peer.worker:
             try:
-                net.check_url(peer.url, self._options.transports)
+                net.check_url(peer.url, self._options.transports, sock.is_within_host)
             except ValueError as error:
                 raise Misfit(str(error)) from error
 

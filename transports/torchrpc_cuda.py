@@ -17,7 +17,7 @@ from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_devices as devices
 from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
-from transports._torchrpc_control import Greeting, Misfit
+from transports._torchrpc_control import Control, Greeting, Misfit
 from transports.torchrpc import TorchRpcLink
 
 logger = Log(__name__)
@@ -127,8 +127,8 @@ class TorchRpcCudaLink(TorchRpcLink):
             gpus=self._local,
         )
 
-    def _check(self, peer: Greeting) -> None:
-        super()._check(peer)
+    def _check(self, peer: Greeting, sock: Control) -> None:
+        super()._check(peer, sock)
         try:
             self._resolve(peer)
         except ValueError as error:
