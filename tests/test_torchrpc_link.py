@@ -259,6 +259,28 @@ def test_a_dialler_learns_why_it_was_refused(monkeypatch: pytest.MonkeyPatch) ->
         assert not world.members[1].events
 
 
+def test_tensorpipe_is_not_led_to_who_has_ended() -> None:
+    """Another program may have its port by now, at whose words it would abort."""
+    with (
+        World(TorchRpcLink, 1) as world,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        (member,) = world.members
+        port = other.getsockname()[1]
+        text = json.dumps(greeting(url=f"uv://127.0.0.1:{port}")).encode()
+        with socket.create_connection(endpoint(member.addresses[0])) as peer:
+            peer.sendall(struct.pack(">I", len(text)) + text)
+            peer.shutdown(socket.SHUT_WR)
+            # Until the other end's kernel has heard of that: TCP_FIN_WAIT2.
+            while peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) != b"\5":
+                os.sched_yield()
+        world.until(lambda: member.link.malformed == 1, "the refusal")
+        assert not member.events
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.accept()
+
+
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
 def test_a_dialled_stranger_is_lost_in_time(answer: bytes) -> None:
     """Whether it answers nonsense or nothing at all."""

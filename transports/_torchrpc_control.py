@@ -171,6 +171,17 @@ class Control:
             return "an unknown address"
         return f"{host}:{port}"
 
+    def check_alive(self) -> None:
+        """Refuse a peer that has ended without a goodbye.
+
+        What it has listened on may be another program's by now.
+
+        Raises:
+            OSError: It has.
+        """
+        if self.ended and not self._received:
+            raise OSError(f"the peer has ended since it greeted ({self.ended})")
+
     @property
     def is_within_host(self) -> bool:
         """Whether the peer is a process of this host.

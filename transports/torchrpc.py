@@ -235,6 +235,7 @@ class TorchRpcLink(Link):
             reason = f"refused: {note['refused'][:1000]}"
             raise Misfit(reason) if note.get("final") is True else OSError(reason)
         greeting = control.greeting_of(note)
+        sock.check_alive()
         if conn is None:
             self._revive()
         self._check(greeting, sock)
