@@ -105,6 +105,20 @@ def test_what_is_no_map_at_all_is_a_type_error(wrong: object) -> None:
         devices.parse(wrong)
 
 
+@pytest.mark.parametrize("key", [None, b"a", ("a",), True, 1.0])
+def test_a_map_by_what_is_no_name_is_a_type_error(key: object) -> None:
+    """No member goes by its text, and the entry would wait for ever."""
+    with pytest.raises(TypeError, match=re.escape(f"names a peer {key!r}")):
+        devices.parse({key: {0: 0}})
+
+
+@pytest.mark.parametrize("given", [b"01", bytearray(b"0"), memoryview(b"01")])
+def test_bytes_are_no_list_of_gpus(given: object) -> None:
+    """Their numbers are those of characters."""
+    with pytest.raises(TypeError, match="local_devices is GPUs"):
+        devices.chosen(given)
+
+
 def test_gpus_that_do_not_exist_are_named() -> None:
     """Here, at a peer, or among `local_devices`."""
     wanted = devices.parse("1_2_0,2_0_5")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Final
 
 from transports._torchrpc_aliases import Pairs
@@ -19,6 +20,9 @@ DeviceMap = dict[str, dict[int, int]]
 
 LIVES: Final = 4
 """Peers of one name that a process may know at a time, most of them gone."""
+
+_BYTES: Final = (bytes, bytearray, memoryview)
+"""Sequences of numbers, but not of numbers of GPUs."""
 
 _DEVICE = re.compile(r"(?:cuda:)?(\d{1,4})")
 
@@ -47,7 +51,7 @@ def parse(given: object) -> DeviceMap:
         )
     # A mapping may name a peer that is to get nothing from GPU to GPU.
     found: DeviceMap = (
-        {str(peer): {} for peer in given} if isinstance(given, Mapping) else {}
+        {_peer(key): {} for key in given} if isinstance(given, Mapping) else {}
     )
     for peer, local, remote in entries:
         pairs = found.setdefault(peer, {})
@@ -84,10 +88,22 @@ def _parse_mapping(given: Mapping[object, object]) -> Iterable[tuple[str, int, i
             raise TypeError(
                 f"device_map[{peer!r}] is {{local GPU: peer's GPU}}, not {pairs!r}"
             )
-        if not str(peer):
-            raise ValueError("device_map names a peer without a name")
         for local, remote in pairs.items():
-            yield str(peer), device(local), device(remote)
+            yield _peer(peer), device(local), device(remote)
+
+
+def _peer(key: object) -> str:
+    """What a mapping calls a peer: its name, or its rank.
+
+    Raises:
+        TypeError, ValueError: It is neither.
+    """
+    if isinstance(key, bool) or not isinstance(key, str | Integral):
+        raise TypeError(f"device_map names a peer {key!r}: write a name or a rank")
+    name = key if isinstance(key, str) else str(int(key))
+    if not name:
+        raise ValueError("device_map names a peer without a name")
+    return name
 
 
 def device(given: object) -> int:
@@ -114,7 +130,7 @@ def chosen(given: object) -> tuple[int, ...] | None:
         given = [given]
     elif isinstance(given, str):
         given = given.split(",") if given.strip() else []
-    elif not isinstance(given, Sequence):
+    elif not isinstance(given, Sequence) or isinstance(given, _BYTES):
         raise TypeError(f"local_devices is GPUs, as in [0, 1] or '0,1', not {given!r}")
     try:
         return tuple(device(str(item).strip()) for item in given)
