@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING, Final
 
 from mq import safe_types
@@ -37,8 +38,8 @@ def register(queue: Membership) -> None:
     util = sys.modules.get("multiprocessing.util")
     process = sys.modules.get("multiprocessing.process")
     if util is not None and process is not None and process.parent_process():
-        # multiprocessing's children leave by os._exit, which skips atexit.
-        util.Finalize(None, _close_all, exitpriority=100)
+        # multiprocessing's children leave by os._exit, before 3.13 without atexit.
+        util.Finalize(None, _close_after_threads, exitpriority=100)
 
 
 def unregister(queue: Membership) -> None:
@@ -52,6 +53,31 @@ def _types_changed() -> None:
         queue.types_changed()
 
 
+def _close_after_threads() -> None:
+    """Close all once the threads have ended that keep this process from ending.
+
+    Before Python 3.13 multiprocessing calls this first, and waits for them last. It
+    goes on meanwhile: what they wait for may be what it does next.
+    """
+    if _others():
+        threading.Thread(target=_close_when_alone, name="mq-exit", daemon=False).start()
+    else:
+        _close_all()
+
+
+def _close_when_alone() -> None:
+    while threads := _others():
+        for thread in threads:
+            thread.join()
+    _close_all()
+
+
+def _others() -> list[threading.Thread]:
+    """The threads, but this one and the main one, that Python waits for at exit."""
+    own = (threading.current_thread(), threading.main_thread())
+    return [t for t in threading.enumerate() if not t.daemon and t not in own]
+
+
 def _close_all() -> None:
     for queue in list(_open):
         _close(queue)
@@ -59,7 +85,7 @@ def _close_all() -> None:
 
 def _close(queue: Membership) -> None:
     try:
-        queue.close(EXIT_LINGER)
+        queue.close_at_exit(EXIT_LINGER)
     except Exception:
         logger.exception("could not close %r at exit", queue)
 

@@ -242,6 +242,12 @@ class Membership:
                 if not self._closed:
                     self._end(linger, deadline)
 
+    def close_at_exit(self, linger: float) -> None:
+        """As `close`, which the caller of a call that it ends did not call."""
+        if not self._driver.closing:
+            self._driver.ender = "the process ends"
+        self.close(linger)
+
     def _end(self, linger: float, deadline: float) -> None:
         driver = self._driver
         to_send = HURRIED_SECONDS

@@ -17,7 +17,7 @@ __all__ = ["nng_runs"]
 
 PAGE = (Path(__file__).parent.parent / "docs" / "calls.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-INTERNAL = {"abandon", "types_changed"}
+INTERNAL = {"abandon", "close_at_exit", "types_changed"}
 """Methods of a queue for the rest of the library."""
 CALLS = {name for name in dir(mq.MQ) if not name.startswith("_")} - INTERNAL
 

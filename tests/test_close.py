@@ -7,9 +7,10 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from fresh_python import output_of
+from fresh_python import output_of, printed_by
 
 import mq
 from mq.testing.waiting import current_frames, wait_until
@@ -355,3 +356,90 @@ with mq.connect("inproc", group="elsewhere", name="one") as queue:
 def test_the_work_of_another_thread_is_waited_for() -> None:
     """Only in the middle of its own does `close` leave it to another."""
     assert output_of(ELSEWHERE, timeout=60.0) == "False\n"
+
+
+CHILDREN = """
+import multiprocessing, os, threading
+import mq
+from mq.testing.waiting import current_frames, wait_until
+
+def is_waited_for():
+    frame = current_frames().get(threading.main_thread().ident)
+    while frame is not None and frame.f_code.co_name != "_shutdown":
+        frame = frame.f_back
+    return frame is not None
+
+def answer(queue):
+    wait_until(is_waited_for, "the end of the main thread")
+    queue.publish("answer", queue.recv(timeout=20.0).payload)
+
+def child(group):
+    queue = mq.connect("tcp", group=group)
+    queue.subscribe("question")
+    threading.Thread(target=answer, args=(queue,)).start()
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        group = f"children-{os.getpid()}-{method}"
+        with mq.connect("tcp", group=group) as parent:
+            parent.subscribe("answer")
+            context = multiprocessing.get_context(method)
+            process = context.Process(target=child, args=(group,))
+            process.start()
+            parent.wait_for_subscribers("question", 1, timeout=60.0)
+            parent.publish("question", method)
+            print(parent.recv(timeout=60.0).payload)
+            process.join()
+            print(process.exitcode)
+"""
+
+
+def test_a_thread_of_a_child_keeps_its_queue_open(tmp_path: Path) -> None:
+    """Before 3.13 multiprocessing calls its finalizers first, then waits for threads."""
+    answers = ["fork", "0", "spawn", "0", "forkserver", "0"]
+    assert printed_by(CHILDREN, tmp_path) == answers
+
+
+POOLED = """
+import concurrent.futures, multiprocessing, os, threading
+import mq
+
+def child():
+    queue = mq.connect("inproc", group="pooled")
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool.submit(queue.members).result()
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60.0)
+    print(process.exitcode)
+"""
+
+
+def test_threads_that_only_python_itself_ends_are_waited_for_last(
+    tmp_path: Path,
+) -> None:
+    """Those of a pool, which nobody shut down: Python tells them to end at exit."""
+    assert printed_by(POOLED, tmp_path) == ["0"]
+
+
+AFTER_EXIT = """
+import atexit
+import mq
+
+def tell():
+    try:
+        queue.recv(timeout=0)
+    except mq.Closed as closed:
+        print(closed)
+
+atexit.register(tell)
+queue = mq.connect("inproc", group="after", name="one")
+"""
+
+
+def test_what_was_closed_at_exit_does_not_blame_a_call_of_close() -> None:
+    """The user never made one."""
+    closed = "inproc queue 'one' of group 'after' is closed: the process ends\n"
+    assert output_of(AFTER_EXIT, timeout=60.0) == closed

@@ -72,6 +72,7 @@ class Lead:
 
     Attributes:
         closing: Whether calls must end.
+        ender: What ended them then, for the error.
         forked: Whether this is the copy of another process's queue.
         upkeep: Called by the keeper every `upkeep_seconds`, without the lock.
     """
@@ -81,6 +82,7 @@ class Lead:
         self.poller = poller
         self.lock = Lock()
         self.closing = False
+        self.ender = "close()"
         self.forked = False
         self.upkeep: Callable[[], None] = lambda: None
         self.upkeep_seconds = 1.0
@@ -154,7 +156,7 @@ class Lead:
                 f"{self._where} was connected before this process was forked; connect "
                 "in the child, or start children with 'spawn' or 'forkserver'"
             )
-        raise Closed(f"{self._where} is closed: {self.mesh.replaced or 'close()'}")
+        raise Closed(f"{self._where} is closed: {self.mesh.replaced or self.ender}")
 
     # -- what a call does ----------
 
