@@ -159,7 +159,7 @@ def _transports(_: argparse.Namespace) -> int:
                 )
             )
         if reason:
-            rows.append(("", f"  {reason}", "", "", ""))
+            rows.append(("", f"  {' '.join(reason.split())}", "", "", ""))
     _print_aligned(rows)
     return 0
 

@@ -15,10 +15,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from mq.errors import TransportUnavailable, UnknownTransport
+from mq.log import Log
 from mq.transport import Capabilities, Link
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+logger = Log(__name__)
 
 ENTRY_POINTS: Final = "mq.transports"
 
@@ -31,11 +34,13 @@ class Entry:
         target: ``package.module:Class``, or the class.
         library: What must be installed, for the error that says it is not.
         options: Given to the class before those of the user.
+        distribution: Whose entry point it is, which is installed.
     """
 
     target: str | type[Link]
     library: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    distribution: str = ""
 
 
 _TABLE: Final[dict[str, Entry]] = {
@@ -62,6 +67,9 @@ aliases: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Other names of backends: members that use either are in the same group."""
 
+_OWN: Final = frozenset({*_TABLE, *aliases})
+_told: Final[set[str]] = set()  # of these, which an installed distribution names, too
+
 table: Final[Mapping[str, Entry]] = MappingProxyType(_TABLE)
 """The registered backends; those of entry points come with `names`."""
 
@@ -85,6 +93,8 @@ def register(
 
     Raises:
         ValueError: The name is taken and `replace` is False, or the target malformed.
+        TypeError: The target is neither text nor a class, or a class that does not
+            take one of the options.
     """
     if not name or not name.isprintable():
         raise ValueError(f"{name!r} is no name for a transport")
@@ -92,13 +102,30 @@ def register(
         raise ValueError(f"transport {name!r} exists; pass replace=True to replace it")
     if isinstance(target, str) and target.count(":") != 1:
         raise ValueError(f"target {target!r} is not of the form 'package.module:Class'")
+    if isinstance(target, type):
+        if wrong := _not_taken(target, options):
+            raise TypeError(wrong)
+    elif not isinstance(target, str):
+        raise TypeError(f"target {target!r} is no class and no 'package.module:Class'")
     _TABLE[name] = Entry(target, library, options)
 
 
 def _entry_points() -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points  # a fifth of the time of `import mq`
 
-    return {p.name: p for p in entry_points(group=ENTRY_POINTS)}
+    points = {p.name: p for p in entry_points(group=ENTRY_POINTS)}
+    for name in sorted(_OWN.intersection(points) - _told):
+        _told.add(name)
+        logger.warning(
+            "the transport %r of %s is ignored: tensormq has one of that name",
+            name,
+            _distribution(points[name]) or points[name].value,
+        )
+    return points
+
+
+def _distribution(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else ""
 
 
 def _hint(wrong: str, known: list[str]) -> str:
@@ -124,8 +151,7 @@ def _entry(name: str) -> Entry:
     if entry is None:
         point = _entry_points().get(name)
         if point is not None:
-            library = point.dist.name if point.dist is not None else ""
-            return Entry(point.value, library)
+            return Entry(point.value, distribution=_distribution(point))
         known = sorted({*names(), *aliases})
         hint = _hint(name, known)
         raise UnknownTransport(f"no transport {name!r}{hint} Known: {', '.join(known)}")
@@ -136,28 +162,19 @@ def _load(name: str) -> tuple[type[Link], Entry]:
     entry = _entry(name)
     loaded = entry.target
     if isinstance(loaded, str):
-        loaded = _import(name, loaded, entry.library)
-    if not (isinstance(loaded, type) and issubclass(loaded, Link)):
-        raise TransportUnavailable(
-            f"transport {name!r}: {entry.target} is no subclass of mq.transport.Link"
-        )
+        loaded = _import(name, loaded, entry)
+    if wrong := _not_a_link(loaded, entry) or _not_taken(loaded, entry.options):
+        raise TransportUnavailable(f"transport {name!r}: {wrong}")
     return loaded, entry
 
 
-def _import(name: str, target: str, library: str) -> Any:
+def _import(name: str, target: str, entry: Entry) -> Any:
     module_name, _, class_name = target.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        library = library or module_name
+    except (Exception, SystemExit) as error:  # whatever somebody else's module does
         raise TransportUnavailable(
-            f"transport {name!r} needs {library}, which cannot be imported ({error}): "
-            f"pip install {library}"
-        ) from error
-    except AttributeError as error:  # what only other systems have
-        raise TransportUnavailable(
-            f"transport {name!r} cannot run here: importing {module_name} failed: "
-            f"{error}"
+            f"transport {name!r} {_not_imported(module_name, entry, error)}"
         ) from error
     try:
         return getattr(module, class_name)
@@ -165,6 +182,59 @@ def _import(name: str, target: str, library: str) -> Any:
         raise TransportUnavailable(
             f"transport {name!r}: {module_name} has no {class_name}"
         ) from error
+
+
+def _not_imported(module: str, entry: Entry, error: BaseException) -> str:
+    """What is wrong with a transport whose module could not be imported."""
+    if isinstance(error, ImportError) and entry.library:
+        return (
+            f"needs {entry.library}, which cannot be imported ({error}): "
+            f"pip install {entry.library}"
+        )
+    wrong = f"importing {module} failed: {type(error).__name__}: {error}"
+    if isinstance(error, ImportError) and entry.distribution:
+        wrong += (
+            f"; {entry.distribution}, which names it, is not whole: "
+            f"pip install --force-reinstall {entry.distribution}"
+        )
+    return f"cannot run here: {wrong}"
+
+
+def _not_a_link(loaded: Any, entry: Entry) -> str:
+    """Why this is no class that links can be made of, or ""."""
+    if not (isinstance(loaded, type) and issubclass(loaded, Link)):
+        return f"{entry.target} is no subclass of mq.transport.Link"
+    if not isinstance(getattr(loaded, "capabilities", None), Capabilities):
+        return f"{entry.target} does not say its capabilities, an mq.Capabilities"
+    if lacking := ", ".join(sorted(loaded.__abstractmethods__)):
+        return f"{entry.target} lacks {lacking}, which mq.transport.Link requires"
+    return ""
+
+
+def _not_taken(link: type[Link], options: Mapping[str, Any]) -> str:
+    """Which of the options that it was registered with a class does not take, or ""."""
+    taken = {p.name for p in _parameters(link)}
+    wrong = ", ".join(map(repr, sorted(options.keys() - taken)))
+    return wrong and f"{link.__name__} takes no option {wrong}, given to mq.register"
+
+
+def _parameters(link: type[Link]) -> list[inspect.Parameter]:
+    """What a class can be called with by name.
+
+    Where it takes anything (``**options``), that of the class that it extends counts.
+    """
+    found: list[inspect.Parameter] = []
+    for owner in link.__mro__:
+        if "__init__" in vars(owner):
+            _, *given = inspect.signature(vars(owner)["__init__"]).parameters.values()
+            named = (
+                inspect.Parameter.KEYWORD_ONLY,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            )
+            found += [p for p in given if p.kind in named]
+            if not any(p.kind is p.VAR_KEYWORD for p in given):
+                break
+    return found
 
 
 def load(name: str) -> type[Link]:
@@ -175,7 +245,10 @@ def load(name: str) -> type[Link]:
         TransportUnavailable: Its library is missing, or it cannot work on this host.
     """
     link, _ = _load(name)
-    reason = link.unusable()
+    try:
+        reason = link.unusable()
+    except Exception as error:  # somebody else's, too
+        reason = f"it could not tell whether it can: {type(error).__name__}: {error}"
     if reason is not None:
         raise TransportUnavailable(f"transport {name!r} cannot run here: {reason}")
     return link
@@ -207,17 +280,11 @@ def create(name: str, options: Mapping[str, Any]) -> Link:
 def option_names(name: str) -> list[str]:
     """The options that a backend takes on top of those of `mq.connect`.
 
-    Where a class takes any (``**options``), those of the class that it extends count.
+    They are what its class takes by name only.
     """
     link, entry = _load(name)
-    found: list[str] = []
-    for owner in link.__mro__:
-        if "__init__" in vars(owner):
-            parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
-            found += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-                break
-    return [option for option in found if option not in entry.options]
+    own = [p.name for p in _parameters(link) if p.kind is p.KEYWORD_ONLY]
+    return [option for option in own if option not in entry.options]
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:

@@ -395,7 +395,7 @@ if __name__ == "__main__":
 
 
 def test_a_thread_of_a_child_keeps_its_queue_open(tmp_path: Path) -> None:
-    """Before 3.13 multiprocessing calls its finalizers first, then waits for threads."""
+    """Before 3.13 multiprocessing calls its finalizers before it waits for threads."""
     answers = ["fork", "0", "spawn", "0", "forkserver", "0"]
     assert printed_by(CHILDREN, tmp_path) == answers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from fresh_python import output_of
 
+import mq
 from mq import registry
 from mq.errors import MQError, TransportUnavailable, UnknownTransport
 from mq.transport import Link
@@ -111,6 +113,84 @@ def test_a_module_that_misses_something_of_the_system_says_what(
         registry.load("elsewhere")
 
 
+def install(
+    folder: Path, patch: pytest.MonkeyPatch, points: str, source: str = ""
+) -> None:
+    """Have a distribution of one module found, with these entry points."""
+    metadata = folder / "broken-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\n")
+    (metadata / "entry_points.txt").write_text(f"[mq.transports]\n{points}\n")
+    if source:
+        (folder / "mq_broken.py").write_text(source)
+    patch.syspath_prepend(folder)
+    patch.delitem(sys.modules, "mq_broken", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise OSError('boom')", "importing mq_broken failed: OSError: boom"),
+        ("def (", "importing mq_broken failed: SyntaxError: "),
+        ("raise SystemExit", "importing mq_broken failed: SystemExit: "),
+        ("from mq.transport import Link", "mq_broken:Link does not say its capab"),
+        (
+            "from transports.inproc import InprocLink\n"
+            "class Link(InprocLink):\n"
+            "    unusable = classmethod(lambda cls: 1 / 0)",
+            "it could not tell whether it can: ZeroDivisionError: ",
+        ),
+        (
+            "import mq.transport\n"
+            "class Link(mq.transport.Link):\n"
+            "    capabilities = mq.Capabilities('host')\n",
+            "mq_broken:Link lacks abandon, close, ",
+        ),
+    ],
+)
+def test_a_broken_plugin_is_one_that_cannot_be_used(
+    source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it does; the error names it, and the list goes on to the others."""
+    install(tmp_path, monkeypatch, "broken = mq_broken:Link", source)
+
+    with pytest.raises(TransportUnavailable) as caught:
+        mq.connect("broken", group="g")
+    assert "transport 'broken'" in str(caught.value)
+    assert reason in str(caught.value)
+    assert registry.check("broken") == str(caught.value)
+
+
+def test_a_plugin_without_its_module_is_to_be_installed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is installed already, so that `pip install` alone would do nothing."""
+    install(tmp_path, monkeypatch, "broken = mq_broken:Link")
+
+    with pytest.raises(TransportUnavailable, match="pip install --force-reinstall bro"):
+        registry.load("broken")
+
+
+@pytest.mark.parametrize("name", ["zmq", "cuda"])
+def test_a_plugin_named_like_a_transport_of_this_package_is_told_of(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once; it is ignored, or else what is installed could take any program over."""
+    install(tmp_path, monkeypatch, f"{name} = mq_broken:Link")
+    monkeypatch.setattr(registry, "_told", set())
+
+    registry.names()
+    registry.names()
+
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        f"the transport {name!r} of broken is ignored: tensormq has one of that name"
+    ]
+
+
 ELSEWHERE = """
 import fcntl, os, select, socket
 for module, start in (
@@ -145,6 +225,24 @@ def test_a_malformed_target_is_refused_at_once() -> None:
     """The form is package.module:Class."""
     with pytest.raises(ValueError, match=r"package\.module:Class"):
         registry.register("odd", "transports.inproc.InprocLink")
+
+
+def test_a_target_that_names_no_class_is_refused_at_once() -> None:
+    """By its type."""
+    with pytest.raises(TypeError, match=r"target 5 is no class and no 'package"):
+        registry.register("odd", 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("clean_table")
+def test_an_option_that_the_class_does_not_take_is_refused_by_name() -> None:
+    """At once where the class is known, else when it is imported."""
+    wrong = "InprocLink takes no option 'foo', given to mq.register"
+    with pytest.raises(TypeError, match=wrong):
+        registry.register("odd", InprocLink, foo=1)
+    registry.register("odd", "transports.inproc:InprocLink", foo=1)
+
+    with pytest.raises(TransportUnavailable, match=f"transport 'odd': {wrong}"):
+        mq.connect("odd", group="g")
 
 
 def test_an_unknown_option_gets_the_nearest_one() -> None:
