@@ -17,6 +17,7 @@ from typing import Any
 SOCKET_PATH_BYTES = 107
 """The longest path of a unix socket."""
 
+_FILE_SCHEMES = ("ipc", "shm")
 _SIOCGIFFLAGS = 0x8913
 _SIOCGIFADDR = 0x8915
 _IFF_RUNNING = 0x40
@@ -184,6 +185,26 @@ def _interfaces() -> list[tuple[int, str]]:
         return socket.if_nameindex()
     except OSError:
         return []
+
+
+def absolute(address: str) -> str:
+    """An address to listen on, with the whole path where it is a file's.
+
+    Others have other working directories, as this process may have when it closes.
+
+    Raises:
+        ValueError: No socket file can have that path.
+    """
+    scheme, _, path = address.partition("://")
+    if scheme not in _FILE_SCHEMES:
+        return address
+    # To libzmq "*" is a file of its choice, and "@" begins a name that is no file's.
+    if "\0" in path or path == "*" or path.startswith("@"):
+        raise ValueError(
+            f"cannot listen on {address!r}, which is no path of a file; leave listen "
+            "out for a new file"
+        )
+    return f"{scheme}://{os.path.join(os.getcwd(), path)}"
 
 
 def check_socket_path(path: str) -> None:

@@ -227,6 +227,7 @@ def test_a_malformed_target_is_refused_at_once() -> None:
         registry.register("odd", "transports.inproc.InprocLink")
 
 
+@pytest.mark.usefixtures("clean_table")
 def test_a_target_that_names_no_class_is_refused_at_once() -> None:
     """By its type."""
     with pytest.raises(TypeError, match=r"target 5 is no class and no 'package"):

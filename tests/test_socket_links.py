@@ -25,6 +25,7 @@ from mq.stream import sockets
 from mq.stream.conn import StreamConn
 from mq.testing.proxy import Proxy
 from mq.transport import Conn, What
+from transports.shm import ShmLink
 from transports.tcp import TcpLink
 from transports.tls import TlsLink
 from transports.zmq import ZmqLink
@@ -310,6 +311,48 @@ def test_a_file_that_is_no_socket_is_left_where_it_is(
         with pytest.raises(OSError, match="notes is there already, and is no socket"):
             link.open(poller, [f"ipc://{path}"], None)
     assert path.read_text() == "worth keeping"
+
+
+over_files = pytest.mark.parametrize(
+    ("make", "scheme"),
+    [(LINKS["nng-ipc"], "ipc"), (LINKS["zmq-ipc"], "ipc"), (ShmLink, "shm")],
+    ids=["nng-ipc", "zmq-ipc", "shm"],
+)
+
+
+@over_files
+def test_a_relative_path_is_told_to_others_in_full(
+    make: MakeLink,
+    scheme: str,
+    own_temporary_directory: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They look for it from elsewhere, and close may be called from elsewhere."""
+    here = Path(own_temporary_directory)
+    (here / "there").mkdir()
+    monkeypatch.chdir(here)
+    link = make()
+    with contextlib.closing(Poller()) as poller:
+        addresses = link.open(poller, [f"{scheme}://my.sock"], None)
+        monkeypatch.chdir(here / "there")
+        link.close()
+    assert addresses == [f"{scheme}://{here}/my.sock"]
+    assert os.listdir(here) == ["there"]
+
+
+@over_files
+@pytest.mark.parametrize("path", ["/tmp/mq\0here", "*", "@mq"])
+def test_what_is_no_path_of_a_file_is_refused_by_name(
+    make: MakeLink, scheme: str, path: str
+) -> None:
+    """Before anything is there that could not be removed."""
+    address = f"{scheme}://{path}"
+    before = os.listdir("/proc/self/fd")
+    with contextlib.closing(Poller()) as poller:
+        with pytest.raises(ValueError, match="is no path of a file") as caught:
+            make().open(poller, [address], None)
+    assert repr(address) in str(caught.value)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 @over_unix

@@ -116,6 +116,7 @@ class NngLink(Watching[NngConn], Link):
     def _listen(self, address: str, directory: str | None) -> str:
         if address == "ipc":
             address = f"ipc://{self._files.new(directory)}"
+        address = addresses.absolute(address)
         wire, _, rest = address.partition("://")
         try:
             sock = bound_unix(rest) if wire == "ipc" else bound_tcp(address)

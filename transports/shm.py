@@ -18,6 +18,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
+from mq import addresses
 from mq.borrowing import Mapping, Unmapped
 from mq.descriptors import most_open
 from mq.lending import MOST_SEGMENTS, Lender
@@ -262,7 +263,11 @@ class ShmLink(StreamLink):
         return self.listen(poller, list(listen) or [""], directory)
 
     def bind(self, address: str, directory: str | None) -> tuple[socket.socket, str]:
-        path = _path(address) if address else self._files.new(directory)
+        path = (
+            _path(addresses.absolute(address))
+            if address
+            else self._files.new(directory)
+        )
         sock = bound_unix(path)
         self._files.add(path)
         os.chmod(path, 0o600)

@@ -190,6 +190,7 @@ class ZmqLink(Link):
         sock = self._router.port.socket
         if address == "ipc":
             address = f"ipc://{self._files.new(directory)}"
+        address = addresses.absolute(address)
         wire, _, rest = address.partition("://")
         if wire == "ipc":
             addresses.check_socket_path(rest)
