@@ -152,6 +152,9 @@ class BlockingQueue(Membership):
 
         Yields:
             A tensor or array of that shape, uninitialised.
+
+        Raises:
+            MessageTooLarge: Some subscriber would refuse it, however it is filled.
         """
         self._driver.check()
         from mq import loans  # not before: in a forked child that could wait for ever
@@ -159,6 +162,8 @@ class BlockingQueue(Membership):
         topic = check_topic(topic)
         self._topics.add(topic)
         nbytes = loans.room(shape, dtype)
+        least = nbytes - loans.HEADER_BYTES
+        self._driver.look(lambda: self._mesh.publisher.topic(topic).check_size(least))
         block = self._driver.take_block(topic, nbytes, timeout)
         memory = self._pool.take(nbytes) if block is None else block.area
         loaned = loans.lay_out(memory, shape, dtype)

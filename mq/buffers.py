@@ -235,7 +235,7 @@ class Pool:
                     self._in_use_bytes -= size
             raise MemoryError(
                 f"no memory for a message buffer of {size} bytes: {error}; lower "
-                "max_message_bytes or window_bytes"
+                "max_message_bytes or window_bytes, or publish smaller parts"
             ) from error
 
     def _pop(self, size: int) -> mmap.mmap | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mq.frames import Frames
     from mq.lending import Block
 
-_HEADER_BYTES: Final = 1024
+HEADER_BYTES: Final = 1024
 """Kept free before the data for the message's header; a multiple of `ALIGNMENT`."""
 
 
@@ -59,7 +59,7 @@ def room(shape: Sequence[int], dtype: Any) -> int:
         ValueError: The shape or the dtype cannot be sent.
         TypeError: The shape is none, or NumPy does not know the dtype.
     """
-    return _HEADER_BYTES + _checked(shape, dtype)[2]
+    return HEADER_BYTES + _checked(shape, dtype)[2]
 
 
 def lay_out(memory: memoryview, shape: Sequence[int], dtype: Any) -> Any:
@@ -71,7 +71,7 @@ def lay_out(memory: memoryview, shape: Sequence[int], dtype: Any) -> Any:
         dtype: A torch dtype for a tensor; anything that NumPy knows for an array.
     """
     sizes, dtype, nbytes = _checked(shape, dtype)
-    data = memory[_HEADER_BYTES : _HEADER_BYTES + nbytes]
+    data = memory[HEADER_BYTES : HEADER_BYTES + nbytes]
     if type(dtype).__module__ == "torch":
         import torch
 
@@ -94,11 +94,11 @@ def finish(block: Block, frames: Frames) -> Block | None:
     if len(frames.buffers) != 1:
         return None
     data, start = frames.buffers[0], align(len(frames.header))
-    if start > _HEADER_BYTES or address(data) != address(block.area) + _HEADER_BYTES:
+    if start > HEADER_BYTES or address(data) != address(block.area) + HEADER_BYTES:
         return None
-    first = _HEADER_BYTES - start
+    first = HEADER_BYTES - start
     copy(memoryview(frames.header), block.area[first : first + len(frames.header)])
     return block.part(first, first + frames.nbytes)
 
 
-assert _HEADER_BYTES % ALIGNMENT == 0
+assert HEADER_BYTES % ALIGNMENT == 0

@@ -322,6 +322,21 @@ def test_what_cannot_be_sent_is_not_loaned(
         raise AssertionError("it was loaned")
 
 
+def test_what_is_too_large_for_a_subscriber_is_not_loaned() -> None:
+    """Else the error would be that there is no memory for it here."""
+    with (
+        mq.connect("inproc", group="large-loans", name="a") as a,
+        mq.connect("inproc", group="large-loans", name="b", max_message_bytes=100) as b,
+    ):
+        b.subscribe("t", timeout=10)
+        problem = "4398046511104 bytes on 't' exceeds max_message_bytes of 'b': 100;"
+        with (
+            pytest.raises(mq.MessageTooLarge, match=problem),
+            a.loan("t", (1 << 40,), torch.float32),
+        ):
+            raise AssertionError("it was loaned")
+
+
 @pytest.mark.parametrize("dtype", ["S0", "V0", "U0", [], "f4"], ids=str)
 @pytest.mark.parametrize("shape", [(3,), (2, 0), ()], ids=str)
 def test_items_of_no_bytes_are_loaned(pair: Pair, shape: Any, dtype: Any) -> None:

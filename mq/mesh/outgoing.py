@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq import speed
+from mq.errors import MessageTooLarge
 from mq.mesh.atomic import append_to_all
 from mq.mesh.large import INLINE_BYTES, Large
 from mq.stats import TopicStats
@@ -90,6 +91,18 @@ class Topic:
         """Sequence of the message committed last; -1 where there is none."""
         base, _, log = self.view
         return base + len(log) - 1
+
+    def check_size(self, nbytes: int) -> None:
+        """Raises: MessageTooLarge, if that is more than some subscriber takes."""
+        peers = [feed.session.peer for feed in self.feeds]
+        small = [peer for peer in peers if nbytes > peer.max_message_bytes]
+        if small:
+            limits = ", ".join(f"{p.name!r}: {p.max_message_bytes}" for p in small)
+            raise MessageTooLarge(
+                f"a message of {nbytes} bytes on {self.name!r} exceeds "
+                f"max_message_bytes of {limits}; nobody got it. Raise "
+                "max_message_bytes of those members or publish smaller parts"
+            )
 
     def total(self) -> int:
         """Bytes published so far."""

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from mq.errors import CodecError, MessageTooLarge
+from mq.errors import CodecError
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.feed import Feed
@@ -59,19 +59,7 @@ class Publisher:
         Raises:
             MessageTooLarge, CodecError: Naming the members.
         """
-        nbytes = frames.nbytes
-        small = [
-            feed.session
-            for feed in topic.feeds
-            if nbytes > feed.session.peer.max_message_bytes
-        ]
-        if small:
-            limits = ", ".join(f"{s.name!r}: {s.peer.max_message_bytes}" for s in small)
-            raise MessageTooLarge(
-                f"a message of {nbytes} bytes on {topic.name!r} exceeds "
-                f"max_message_bytes of {limits}; nobody got it. Raise "
-                "max_message_bytes of those members or publish smaller parts"
-            )
+        topic.check_size(frames.nbytes)
         if not frames.needs:
             return
         for feed in topic.feeds:
