@@ -17,6 +17,8 @@ from mq.options import switch
 from mq.seconds import positive_seconds
 
 FOUR_GIB: Final = 4 << 30
+MAX_LABELS_BYTES: Final = 24 * 1024
+"""With 3 more for each: what else is in a greeting must find room there, too."""
 MOST_BYTES: Final = 2**62
 """What more stands for, as members are told of the limit in 64 bits."""
 _counter = count(1)
@@ -111,6 +113,12 @@ def resolve(
         sources["labels"] = "environment MQ_LABELS"
     for label in label_list:
         _check_text("label", label, 255)
+    in_all = sum(len(label.encode()) + 3 for label in label_list)
+    if in_all > MAX_LABELS_BYTES:
+        raise ValueError(
+            f"{len(label_list)} labels take {in_all} bytes, and members tell each "
+            f"other {MAX_LABELS_BYTES} of them at most; give fewer or shorter ones"
+        )
     connect_timeout = positive_seconds("connect_timeout", connect_timeout)
     if peer_timeout is not None:
         peer_timeout = positive_seconds("peer_timeout", peer_timeout)
@@ -194,7 +202,13 @@ def secret_from(
         return None, "the rendezvous"
     if not isinstance(secret, (str, bytes)):  # bytes(8) would be a secret of zeros
         raise TypeError(f"secret is a str or bytes, not {type(secret).__name__}")
-    raw = secret.encode() if isinstance(secret, str) else secret
+    try:
+        raw = secret.encode() if isinstance(secret, str) else secret
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the secret of the {source} is not valid Unicode; pass it as bytes, or "
+            "put it into a file that MQ_SECRET_FILE names"
+        ) from error
     if len(raw) < 8:
         raise ValueError("the secret is shorter than 8 bytes; use a random one")
     return raw, source

@@ -72,6 +72,11 @@ def test_an_argument_beats_the_environment() -> None:
         ({"backend": "zmq", "group": "g", "connect_timeout": -1}, "connect_timeout"),
         ({"backend": "zmq", "group": "g", "max_message_bytes": 0}, "max_message_bytes"),
         ({"backend": "zmq", "group": "g", "secret": "short"}, "8 bytes"),
+        ({"backend": "zmq", "group": "g", "secret": "\udcff" * 8}, "not valid Unicode"),
+        (
+            {"backend": "zmq", "group": "g", "labels": ["é" * 255] * 60},
+            "60 labels take 30780 bytes, .* 24576 of them at most",
+        ),
     ],
 )
 def test_bad_values_are_named(given: dict[str, Any], message: str) -> None:
