@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Codec", "add_safe_types"]
 
 _NOTHING: Final[frozenset[str]] = frozenset()
+_SHOWN_STEPS: Final = 8
+"""At either end of a long way to what cannot be sent."""
 _encode = packing.encode
 
 
@@ -48,6 +50,14 @@ def large_str(nbytes: int) -> re.Pattern[bytes]:
 def _copied(memory: memoryview) -> memoryview:
     """A copy of what another process could change while it is looked at."""
     return memoryview(bytes(memory))
+
+
+def _place(refusal: packing.Refusal) -> str:
+    """Where in the payload it is; shortened, as where that contains itself."""
+    steps = refusal.path[::-1]
+    if len(steps) > 2 * _SHOWN_STEPS:
+        steps[_SHOWN_STEPS:-_SHOWN_STEPS] = [" ... "]
+    return "payload" + "".join(steps)
 
 
 def _may_hold_large_str(skeleton: bytes) -> bool:
@@ -137,9 +147,8 @@ class Codec:
         try:
             skeleton = _encode(packer.pack(payload, 0))
         except packing.Refusal as refusal:
-            place = "payload" + "".join(reversed(refusal.path))
-            on = f" on topic {topic!r}" if topic else ""
-            raise CodecError(f"cannot send {place}{on}: {refusal}") from refusal
+            place = _place(refusal) + (f" on topic {topic!r}" if topic else "")
+            raise CodecError(f"cannot send {place}: {refusal}") from refusal
         except RecursionError as error:
             raise CodecError(
                 "cannot send the payload: it is nested too deep for the stack that is "
