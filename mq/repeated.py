@@ -131,7 +131,10 @@ def encode(payload: Any, tensors: Sequence[Any]) -> frames.Frames | None:
     if (key := _key(payload, tensors)) is None or (found := headers.get(key)) is None:
         return None
     header, nbytes = found
-    buffers = tuple([KINDS[type(tensor)].buffer(tensor) for tensor in tensors])
+    try:
+        buffers = tuple([KINDS[type(tensor)].buffer(tensor) for tensor in tensors])
+    except AssertionError:  # under a mode of torch's, as `pack_tensor` then says
+        return None
     return frames.Frames(header, buffers, nbytes, frozenset())
 
 

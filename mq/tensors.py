@@ -54,7 +54,7 @@ for _name, _carrier in _CARRIERS.items():
     _dtype = getattr(torch, _name, None)  # the newest dtypes are missing in torch 2.4
     if _dtype is not None:
         _BY_DTYPE[_dtype] = (_name, _carrier)
-        _bits = torch.empty(0, dtype=_carrier or _dtype, device="cpu").numpy().dtype
+        _bits = np.dtype(str(_carrier or _dtype).removeprefix("torch."))
         _BY_NAME[_name] = (_dtype, _bits, _carrier is not None)
 
 
@@ -88,6 +88,16 @@ def _first_line(error: BaseException) -> str:
 
 def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
     """A tensor as a description and a buffer."""
+    try:
+        return _packed(packer, tensor)
+    except AssertionError as error:  # of torch's: any call of it may raise that
+        raise Refusal(
+            f"torch does not give a tensor's data here: {_first_line(error)}; publish "
+            "it outside of FakeTensorMode"
+        ) from error
+
+
+def _packed(packer: Packer, tensor: torch.Tensor) -> Any:
     key = None if packer.carried else _key(tensor)
     if key is not None:
         found = described.get(key)

@@ -18,9 +18,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from fresh_python import printed_by
+from fresh_python import output_of, printed_by
 from payload_checks import CODEC, area_of, same, travel
 from tensordict import NonTensorStack, TensorDict
+from torch._subclasses import FakeTensorMode
 
 import mq
 from mq import extensions as ext
@@ -387,6 +388,43 @@ def test_tensors_of_a_transform_are_refused_with_a_remedy(transform: str) -> Non
         return tensor.sum()
 
     getattr(torch.func, transform)(inside)(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("again", [False, True])
+def test_tensors_under_a_mode_that_hides_them_are_refused(
+    dtype: torch.dtype, again: bool
+) -> None:
+    """Also such as were encoded before, and those whose memory is not sent as it is."""
+    tensor = torch.ones(3, 100_000 + again, dtype=dtype)
+    for payload in (tensor, {"a": tensor}, [tensor], tensor.T):
+        if again:
+            CODEC.encode(payload)
+        with (
+            FakeTensorMode(),
+            pytest.raises(CodecError, match="outside of FakeTensorMode"),
+        ):
+            CODEC.encode(payload)
+
+
+FIRST_UNDER_A_MODE = """
+import torch
+from torch._subclasses import FakeTensorMode
+import mq
+
+with mq.connect("inproc", group="first", name="one") as queue:
+    with FakeTensorMode():
+        try:
+            queue.publish("t", torch.ones(2))
+        except mq.CodecError as error:
+            print(error)
+    queue.publish("t", torch.ones(2))
+"""
+
+
+def test_the_first_tensor_of_a_process_may_be_under_a_mode() -> None:
+    """What knows tensors is imported then, and has none of its own."""
+    assert "FakeTensor is not data" in output_of(FIRST_UNDER_A_MODE)
 
 
 def test_messages_ask_for_unregistered_types_in_vain() -> None:
