@@ -181,6 +181,11 @@ def _name_of(dtype: AnyDType) -> Any:
         return ["subarray", _name_of(base), *shape]
     if dtype.names is not None and dtype.fields is not None:
         utf8("".join(dtype.names))
+        if any(len(dtype.fields[name]) > 2 for name in dtype.names):
+            raise Refusal(
+                f"a NumPy array or scalar of dtype {dtype} has titles of fields, which "
+                "do not travel; send array.view(...) with a dtype of the names alone"
+            )
         fields = [
             [name, dtype.fields[name][1], _name_of(dtype.fields[name][0])]
             for name in dtype.names

@@ -80,9 +80,9 @@ class Codec:
       share memory arrive as two that do not.
     - A zone of a datetime arrives as its offset from UTC.
     - `numpy.longlong` and `numpy.ulonglong` arrive as `numpy.int64` and `numpy.uint64`.
-    - Pads and titles of structured dtypes are not kept, and `numpy.record` as the type
-      of one arrives as `numpy.void`. A single record is read-only, so that it can be in
-      a set.
+    - Pads of structured dtypes are not kept, nor that one was made with `align=True`,
+      which leaves it equal, and `numpy.record` as the type of one arrives as
+      `numpy.void`. A single record is read-only, so that it can be in a set.
     - A `TensorDict` arrives unlocked.
 
     Args:

@@ -23,6 +23,7 @@ from make_golden import FOLDER, NAN, PAYLOADS
 from payload_checks import CODEC, area_of, same, travel
 
 from mq import plain, unpacking
+from mq.codec import Codec
 from mq.errors import CodecError
 from mq.frames import PLAIN, Frames
 from mq.plain import decode_several
@@ -112,6 +113,24 @@ def test_numpy_scalars_stay_numpy_scalars(array: Any) -> None:
     scalar = array[0]
     assume(not isinstance(scalar, str) or not SURROGATES.search(scalar))
     assert same(travel(scalar), scalar)
+
+
+@pytest.mark.parametrize("nest", [list, lambda fields: [("b", fields, (2,))]])
+def test_titles_of_fields_are_refused_with_a_remedy(nest: Any) -> None:
+    """Without them it is another dtype, and a field is not found by its title."""
+    titled = np.zeros(2, nest([(("a title", "a"), "i4")]))
+    plain = titled.view(nest([("a", "i4")]))
+    for payload in (titled, titled[0], [titled]):
+        with pytest.raises(CodecError, match=r"titles of fields.*send array\.view"):
+            travel(payload)
+        assert same(travel(payload, Codec(allow_pickle=True)), payload)
+    assert same(travel(plain), plain)
+
+
+def test_an_aligned_dtype_arrives_as_one_that_is_equal() -> None:
+    """How it was made does not travel."""
+    aligned = np.dtype([("a", "i1"), ("b", "f8")], align=True)
+    assert travel(np.zeros(2, aligned)).dtype == aligned
 
 
 def test_a_record_can_be_in_a_set_where_it_could_be_before() -> None:
