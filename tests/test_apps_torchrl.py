@@ -27,7 +27,13 @@ from tensordict.nn import TensorDictModule
 from torchrl.modules.inference_server import InferenceServer
 
 from mq.integrations.torchrl import REQUESTS as REQUEST_TOPIC
-from mq.integrations.torchrl import Answer, InferenceFailed, MqTransport, replies
+from mq.integrations.torchrl import (
+    SERVING,
+    Answer,
+    InferenceFailed,
+    MqTransport,
+    replies,
+)
 from mq.testing.waiting import wait_until
 
 REQUESTS = 20
@@ -140,6 +146,51 @@ def test_a_server_without_requests_can_be_shut_down() -> None:
         server.shutdown(timeout=30)
         threads = [one.name for one in threading.enumerate()]
         assert "InferenceServer-worker" not in threads
+
+
+def test_a_server_that_was_shut_down_is_not_there() -> None:
+    """Though its queue is, until another one is started on it."""
+    with (
+        mq.connect("inproc", group="torchrl-ended", name="server") as one,
+        mq.connect("inproc", group="torchrl-ended", name="actor") as two,
+    ):
+        end = MqTransport(one, serves=True)
+        client = MqTransport(two, timeout=0.2).client()
+        with InferenceServer(policy(), end):
+            assert client(request(1))["action"].shape == (2,)
+        with pytest.raises(mq.MembersTimeout):
+            client(request(1))
+        with InferenceServer(policy(), end):
+            assert MqTransport(two).client()(request(1))["action"].shape == (2,)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_request_that_comes_as_the_server_ends_is_not_waited_for(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its actor is told, unless another server is there before, which takes it."""
+    with (
+        mq.connect("inproc", group="torchrl-late", name="server") as one,
+        mq.connect("inproc", group="torchrl-late", name="actor") as two,
+    ):
+        end, actor = MqTransport(one, serves=True), MqTransport(two)
+        late = []
+
+        def unsubscribe(topic: str) -> None:
+            late.append(actor.submit(request(1)))
+            real(topic)
+
+        real = one.unsubscribe
+        monkeypatch.setattr(one, "unsubscribe", unsubscribe)
+        end.wait_for_work(0)
+        assert [end.drain(1), end.drain(1)] == [([], []), ([], [])]
+        monkeypatch.undo()
+        if not again:
+            with pytest.raises(mq.PeerLost, match="is gone"):
+                late[0].result(timeout=30)
+            return
+        with InferenceServer(policy(), end):
+            assert late[0].result(timeout=30)["action"].shape == (2,)
 
 
 def test_an_actor_whose_server_is_gone_is_told() -> None:
@@ -377,6 +428,7 @@ def asked_by_hand(group: str) -> Iterator[tuple[mq.MQ, mq.MQ, MqTransport]]:
         mq.connect("inproc", group=group, name="actor") as queue,
     ):
         server.subscribe(REQUEST_TOPIC)
+        server.subscribe(SERVING)
         yield server, queue, MqTransport(queue)
 
 

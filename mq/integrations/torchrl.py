@@ -38,6 +38,8 @@ from mq.log import Log
 logger = Log(__name__)
 
 REQUESTS = "torchrl.requests"
+SERVING = "torchrl.serving"
+"""The server subscribes to this, too, until it is shut down; nothing is published."""
 EVERY = -1
 """In place of a request's number: all to which their actor has no answer yet."""
 _LOOK = 0.5  # seconds between two looks whether the server is there, or shall end
@@ -60,7 +62,8 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         queue: A member of the group, used for nothing else.
         serves: Whether this is the server's end.
         timeout: Seconds to wait for the server to be there and to take a request; at
-            the server's end, for an actor to take an answer.
+            the server's end, for an actor to take an answer. A server that was shut
+            down is not there, also while its queue is open.
     """
 
     _clients_require_registration = False
@@ -81,8 +84,11 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         self._look_at = time.monotonic() + _LOOK  # whether the server is there
         self._receives = False  # whether some thread does
         self._changed = threading.Condition()
-        topic = REQUESTS if serves else replies(queue.name)
-        queue.subscribe(topic, timeout=timeout)
+        self._has_waited: bool | None = None  # since it last drained; None: never
+        self._ended = False
+        topics = (REQUESTS, SERVING) if serves else (replies(queue.name),)
+        for topic in topics:
+            queue.subscribe(topic, timeout=timeout)
 
     # -- the actor's end ----------
 
@@ -103,7 +109,7 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
 
     def _server(self) -> str:
         """The incarnation of the group's server, which is waited for."""
-        self._queue.wait_for_subscribers(REQUESTS, 1, timeout=self._timeout)
+        self._queue.wait_for_subscribers(SERVING, 1, timeout=self._timeout)
         servers = self._queue.subscribers(REQUESTS)
         if len(servers) > 1:
             raise RuntimeError(f"a group has one inference server, not {servers}")
@@ -163,7 +169,9 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         """
         if time.monotonic() < self._look_at:
             return []
-        present = {one.incarnation for one in self._queue.members()}
+        servers = self._queue.subscribers(SERVING)
+        members = self._queue.members()
+        present = {one.incarnation for one in members if one.name in servers}
         gone = [one.number for one in self._waiting() if one.server not in present]
         if not gone:
             self._look_at = time.monotonic() + _LOOK
@@ -189,6 +197,10 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
         Never long: the server's thread looks between two calls whether it was shut
         down, and who shut it down would give up on it and close the queue under it.
         """
+        if self._ended:
+            self._queue.subscribe(SERVING, timeout=self._timeout)
+            self._ended = False
+        self._has_waited = True
         if not self._pending:
             self._receive(min(timeout, _LOOK))
 
@@ -213,6 +225,13 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
             pass
         count = min(max_items, len(self._pending))
         taken = [self._pending.popleft() for _ in range(count)]
+        # TorchRL does not tell that it shuts the server down. But it waits before each
+        # time that it drains, and then drains without that until there is nothing.
+        if self._has_waited is False and not taken:
+            self._queue.unsubscribe(SERVING)
+            self._ended = True
+        if self._has_waited:
+            self._has_waited = False
         inputs = [message.payload["input"] for message in taken]
         return inputs, [(one.sender, one.payload["number"]) for one in taken]
 
