@@ -1,4 +1,4 @@
-"""All open queues: closed at exit, let go of in forks, told of new types."""
+"""All open queues: closed at exit, told of new types."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def register(queue: Membership) -> None:
     if _pid == os.getpid():
         return
     if not _pid:
-        os.register_at_fork(after_in_child=_after_fork)
         safe_types.on_change.append(_types_changed)
     _pid = os.getpid()
     atexit.register(_close_all)
@@ -43,7 +42,7 @@ def register(queue: Membership) -> None:
 
 
 def unregister(queue: Membership) -> None:
-    """The queue is closed."""
+    """The queue is closed, or another process's."""
     _open.discard(queue)
 
 
@@ -88,9 +87,3 @@ def _close(queue: Membership) -> None:
         queue.close_at_exit(EXIT_LINGER)
     except Exception:
         logger.exception("could not close %r at exit", queue)
-
-
-def _after_fork() -> None:
-    for queue in list(_open):
-        queue.abandon()
-    _open.clear()

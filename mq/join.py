@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from mq import process, registry, rendezvous
+from mq import forks, process, registry, rendezvous
 from mq.arrival import Arrival, dial_explicit, lease_seconds, within_reach
 from mq.descriptors import free_descriptors
 from mq.errors import TransportUnavailable
@@ -62,14 +62,6 @@ class Joined:
             self.driver.mesh.close(linger)
         self.poller.close()
         self.pool.close()
-
-    def abandon(self) -> None:
-        """In a forked child: close inherited descriptors, touch nothing else."""
-        self.driver.abandon()
-        self.link.abandon()
-        if self.meeting is not None:
-            self.meeting.abandon()
-        self.poller.close()
 
     def upkeep(self) -> None:
         """Renew the lease, sweep the dead, greet who is new; never waits long."""
@@ -129,6 +121,7 @@ def join(
     deadline = time.monotonic() + settings.connect_timeout
     check_descriptors()
     link = registry.create(settings.backend, options)
+    forks.register(link)
     link.insecure = settings.insecure
     link.member_name = settings.name
     meeting: Rendezvous | None = None

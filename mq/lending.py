@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import os
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from mq import speed
+from mq import forks, speed
 from mq.buffers import class_bytes
 from mq.descriptors import most_open
 from mq.log import Log
@@ -138,7 +137,7 @@ class Lender:
         self.refusal = ""
         self._complained = False
         self._reset()
-        _lenders.add(self)
+        forks.register(self)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
@@ -343,14 +342,3 @@ def _block_bytes(nbytes: int) -> int:
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-_lenders: weakref.WeakSet[Lender] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for lender in list(_lenders):
-        lender.abandon()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from mq import exits, settings, stats
+from mq import exits, forks, settings, stats
 from mq.errors import Closed, MembersTimeout, RecvTimeout
 from mq.log import Log
 from mq.members import Member
@@ -53,6 +53,7 @@ class Membership:
         self._closer = self._freer = 0  # threads
         self._freed = threading.Event()
         exits.register(self)
+        forks.register(self)
 
     def __repr__(self) -> str:
         return f"<MQ {self.backend} {self.name!r} in group {self._settings.group!r}>"
@@ -289,8 +290,8 @@ class Membership:
             self._driver.run(announce)
 
     def abandon(self) -> None:
-        """In a forked child: let go, without harm to the parent. Called by the fork."""
-        self._joined.abandon()
+        """In a forked child: it is not this process's to close."""
+        exits.unregister(self)
 
     def __enter__(self) -> Self:
         self._driver.check()

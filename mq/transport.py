@@ -394,5 +394,6 @@ class Link(ABC):
         """Let go of everything in a forked child, without harm to the parent.
 
         Must not touch the engine where that would crash or disturb the parent's
-        connections; closing inherited descriptors of our own is what it is for.
+        connections; closing inherited descriptors of our own is what it is for. It may
+        find the link in the middle of `open` or `close`, or never opened.
         """

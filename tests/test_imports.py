@@ -56,6 +56,7 @@ def test_a_transport_imports_only_the_link_contract(path: Path) -> None:
         "mq.addresses",
         "mq.credentials",
         "mq.descriptors",
+        "mq.forks",
         "mq.openssl",
         "mq.stream",
         "mq.lending",

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,3 +271,87 @@ def test_who_interrupts_close_takes_leave_all_the_same(
                 a.close()
         assert b._driver.wait_until(lambda: not b._mesh.sessions, 10)
         assert b.recv(0).payload == 1
+
+
+FORKING = """
+import os, socket, stat, sys, threading
+import mq
+
+def open_files():
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            pass  # it was of the listing
+    return found
+
+def listens(fd):
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+
+def left(before, every):
+    new = open_files().items() - before.items()
+    return [
+        what
+        for fd, what in new
+        if every or what.startswith("socket:") and listens(fd)
+    ]
+
+backend, address, directory, options, every = arguments
+mq.connect(backend, group="warm", **options).close()
+server = socket.create_server(("127.0.0.1", 0))
+errors = []
+
+def connect():
+    try:
+        mq.connect(
+            backend,
+            group="g",
+            rendezvous="file://" + directory,
+            attach_to=address % server.getsockname()[1],
+            connect_timeout=3,
+            **options,
+        )
+    except mq.ConnectTimeout as error:
+        errors.append(error)
+
+before = open_files()
+thread = threading.Thread(target=connect, daemon=True)
+thread.start()
+accepted, _ = server.accept()  # so that thread is in the middle of connect
+before[accepted.fileno()] = open_files()[accepted.fileno()]
+status = 1
+while status and thread.is_alive():  # an engine tells a little later what it opened
+    child = os.fork()
+    if not child:
+        sys.exit(len(left(before, every)))
+    status = os.waitpid(child, 0)[1]
+thread.join(15)
+print(status, len(errors))
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "address", "options", "every"),
+    [
+        ("tcp", "tcp://127.0.0.1:%d", {}, True),
+        ("tls", "tls://localhost:%d", tls_options(), True),
+        ("auto", "tcp://127.0.0.1:%d", {}, True),
+        ("zmq", "tcp://127.0.0.1:%d", {}, False),
+        ("nng", "tcp://127.0.0.1:%d", {}, False),
+        ("nng:tls", "tls+tcp://127.0.0.1:%d", tls_options(), False),
+    ],
+    ids=["tcp", "tls", "auto", "zmq", "nng", "nng:tls"],
+)
+def test_a_child_forked_during_connect_holds_nothing_of_it_and_harms_nobody(
+    backend: str, address: str, options: dict[str, Any], every: bool, tmp_path: Path
+) -> None:
+    """Another thread is in the middle of connect, so there is no queue yet.
+
+    The child exits as usual, which flushes what the parent's NNG waits for. It may keep
+    what engines have for themselves, but no listening socket.
+    """
+    arguments = (backend, address, str(tmp_path), options, every)
+    assert output_of(f"arguments = {arguments}" + FORKING, timeout=60) == "0 1\n"

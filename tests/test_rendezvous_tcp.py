@@ -328,9 +328,8 @@ def _host(port: int, forks: bool, pipe: Connection) -> None:
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
-            rendezvous.abandon()
             rendezvous.close()
-            pipe.send("abandoned")
+            pipe.send("forked")
             pipe.close()
             signal.pause()
         pipe.send(child)

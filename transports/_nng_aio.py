@@ -15,6 +15,7 @@ from typing import Any
 
 from pynng import ffi, lib
 
+from mq import forks
 from transports._nng_pair import check
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +36,9 @@ class Operation:
     """
 
     def __init__(self) -> None:
+        self.fd = self._writer = -1
+        self._file = None
+        forks.register(self)
         self.fd, self._writer = os.pipe2(os.O_CLOEXEC)
         self._file = _libc.fdopen(self._writer, b"w")
         self._aio = ffi.new("nng_aio **")
@@ -89,15 +93,19 @@ class Operation:
         if self._file:
             lib.nng_aio_stop(self._aio[0])
             lib.nng_aio_free(self._aio[0])
-            _libc.fclose(self._file)
-            self._file = None
-            os.close(self.fd)
+            # It holds nothing any more, so a child that is forked now may exit with it.
+            file, self._file = self._file, None
+            _libc.fclose(file)
+            fd, self.fd = self.fd, -1
+            os.close(fd)
 
     def abandon(self) -> None:
         """In a forked child, whose exit flushes what is the parent's to flush."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
         if self._file:
             self._file = None
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._writer)
+            os.dup2(null, self._writer, inheritable=False)
             os.close(null)
-            os.close(self.fd)

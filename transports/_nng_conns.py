@@ -27,7 +27,6 @@ class Attempt(Protocol):
 
     def fileno(self) -> int: ...
     def close(self) -> None: ...
-    def abandon(self) -> None: ...
 
 
 Dialling: TypeAlias = "socket.socket | Attempt"
@@ -297,13 +296,9 @@ class NngConn(Conn):
             link.freeing.append(channel)
 
     def abandon(self) -> None:
-        """Close the descriptors in a forked child."""
+        """Close what is not NNG's in a forked child."""
         if isinstance(self._dialling, socket.socket):
             self._dialling.close()
-        elif self._dialling is not None:
-            self._dialling.abandon()
-        if self._channel is not None:
-            self._channel.abandon()
 
 
 def _error(sock: socket.socket) -> int:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import pynng
 from pynng import ffi, lib
 
+from mq import forks
 from mq.errors import ForkedProcess
 from mq.stream.sockets import inode, quiet_seconds
 
@@ -195,7 +196,9 @@ class Pair(Channel):
 
     def __init__(self, fd: int, depth: int, largest: int) -> None:
         self._fd = fd
+        self._copy = -1
         self._inode = inode(fd)
+        forks.register(self)
         self._out = ffi.new("nng_msg **")
         self._in = ffi.new("nng_msg **")
         self._view: memoryview | None = None
@@ -214,7 +217,7 @@ class Pair(Channel):
         code = lib.nng_pair0_open(opened)
         if code:
             os.close(fd)
-            os.close(self._copy)
+            self._close_copy()
             check(code)
         self._socket: Any = opened[0]
         try:
@@ -316,11 +319,12 @@ class Pair(Channel):
         self.release()
         if self._heard:
             self._dispose()
-            os.close(self._copy)
+            self._close_copy()
             return
         # NNG 1.11 never closes the descriptor of a socket that is closed while it still
         # negotiates (6 of 90 times): so first have it see the connection end.
-        with socket.socket(fileno=self._copy) as stream:
+        copy, self._copy = self._copy, -1
+        with socket.socket(fileno=copy) as stream:
             with contextlib.suppress(OSError):  # not connected any more
                 stream.shutdown(socket.SHUT_RDWR)
 
@@ -339,12 +343,16 @@ class Pair(Channel):
         """Whether NNG has not closed its descriptor yet."""
         return inode(self._fd) == self._inode
 
+    def _close_copy(self) -> None:
+        copy, self._copy = self._copy, -1
+        if copy >= 0:
+            os.close(copy)
+
     def abandon(self) -> None:
-        if not self._closed:
-            self._closed = True
-            os.close(self._copy)
-            if self._is_open():
-                os.close(self._fd)
+        # Closed or not: the engine may not have got round to closing its own.
+        self._close_copy()
+        if self._is_open():
+            os.close(self._fd)
 
 
 def unread(fd: int) -> bool:

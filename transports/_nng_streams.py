@@ -9,6 +9,7 @@ from typing import Any
 
 from pynng import ffi, lib
 
+from mq import forks
 from mq.stream.sockets import copy_of
 from transports._nng_aio import Operation
 from transports._nng_pair import check, explain
@@ -77,10 +78,6 @@ class Dialler:
             lib.nng_stream_dialer_free(self._dialer)
             self._dialer = None
 
-    def abandon(self) -> None:
-        """Let go of it in a forked child."""
-        self._operation.abandon()
-
 
 class Listener:
     """A listening address, and the connections that come to it.
@@ -90,6 +87,8 @@ class Listener:
     """
 
     def __init__(self, address: str, config: Any) -> None:
+        self.port = 0
+        forks.register(self)
         made = ffi.new("nng_stream_listener **")
         check(lib.nng_stream_listener_alloc(made, address.encode()))
         self._listener: Any = made[0]
@@ -139,7 +138,6 @@ class Listener:
 
     def abandon(self) -> None:
         """Let go of it in a forked child."""
-        self._operation.abandon()
         for fd in descriptors():
             if ports_of(fd) == [self.port]:
                 os.close(fd)

@@ -15,6 +15,7 @@ from typing import Any
 
 from pynng import ffi, lib
 
+from mq import forks
 from mq.stream.sockets import inode, unpace
 from transports._nng_aio import Operation
 from transports._nng_pair import HANG_UP, PREFIX_BYTES, Channel, explain, unread
@@ -72,7 +73,10 @@ class TlsChannel(Channel):
         # while it both sends and receives, but a copy of its descriptor tells.
         self._fd = next((fd for fd in descriptors() if ports_of(fd) == ports), -1)
         self._inode = inode(self._fd)
-        self._copy = -1 if self._fd < 0 else os.dup(self._fd)
+        self._copy = -1
+        forks.register(self)
+        if self._fd >= 0:
+            self._copy = os.dup(self._fd)
         unpace(self._copy)
         self.watches = ((self._sending.fd, select.EPOLLIN), (self._copy, HANG_UP))
         self._in = bytearray(_SIZE_BYTES + largest)
@@ -220,8 +224,9 @@ class TlsChannel(Channel):
             self._receiving.close()
             self._sending.close()
             lib.nng_stream_free(self._stream)
-            if self._copy >= 0:
-                os.close(self._copy)
+            copy, self._copy = self._copy, -1
+            if copy >= 0:
+                os.close(copy)
 
     def describe(self) -> Mapping[str, str]:
         found = ffi.new("char **")
@@ -235,14 +240,11 @@ class TlsChannel(Channel):
         return self._fd < 0 or inode(self._fd) != self._inode
 
     def abandon(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._receiving.abandon()
-            self._sending.abandon()
-            if self._copy >= 0:
-                os.close(self._copy)
-            if not self.freed():
-                os.close(self._fd)
+        copy, self._copy = self._copy, -1
+        if copy >= 0:
+            os.close(copy)
+        if not self.freed():
+            os.close(self._fd)
 
 
 def _port(stream: Any, name: bytes) -> int:

@@ -11,6 +11,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from mq import forks
 from mq.descriptors import most_open
 from mq.log import Log
 from mq.stream.names import Names
@@ -54,6 +55,7 @@ class Sockets:
         self._names = Names()
         self._tried: dict[int, tuple[str, str]] = {}  # a host, and which address of it
         self._met: dict[int, tuple[str, str]] = {}  # the same, where one has greeted
+        forks.register(self)
 
     def listen(self, host: str, port: int) -> int:
         """Listen on an address; its port.
@@ -196,9 +198,11 @@ class Sockets:
         sock.close()
 
     def close(self) -> None:
-        """Close everything, in a forked child too: these descriptors are its own."""
+        """Close everything; idempotent."""
         self.epoll.close()
         for listener in self._listeners.values():
             listener.close()
         for sock in self._controls.values():
             sock.close()
+
+    abandon = close

@@ -284,6 +284,7 @@ class NngLink(Watching[NngConn], Link):
         for listener in self._listeners:
             self.unwatch(listener.fileno())
             listener.close()
+        self._listeners.clear()
         self._deaf.clear()
         self._files.remove()
 
@@ -298,8 +299,7 @@ class NngLink(Watching[NngConn], Link):
         self._end_watching()
 
     def abandon(self) -> None:
-        if not self._open:
-            return
+        # What NNG has is let go of by the fork itself.
         self._open = False
         for conn in self.conns:
             conn.abandon()

@@ -122,18 +122,13 @@ class NngTlsLink(NngLink):
 
     def _stop_listening(self) -> None:
         super()._stop_listening()
-        while self._doors:
-            door = self._doors.pop()
+        for door in self._doors:
             self.unwatch(door.fileno())
             door.close()
+        self._doors.clear()
 
     def _free(self) -> None:
         super()._free()
         if self._tls is not None:
             self._tls.close()
             self._tls = None
-
-    def abandon(self) -> None:
-        for door in self._doors:
-            door.abandon()
-        super().abandon()

@@ -393,8 +393,5 @@ class TorchRpcLink(Link):
         shared.release(self.agent)
 
     def abandon(self) -> None:
-        # The agent was let go of by the fork itself.
-        if not self._open:
-            return
+        # The agent and the sockets are let go of by the fork itself.
         self._open = False
-        self._sockets.close()

@@ -97,6 +97,7 @@ class ZmqLink(Link):
         self._ports: dict[int, Port] = {}
         self._files = SocketFiles("zmq")
         self._open = False
+        self._begun = False  # and it stays so: the engine takes its time to end
 
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
@@ -108,12 +109,12 @@ class ZmqLink(Link):
                 addresses.check(address, self._wires, "zmq")
         self._poller = poller
         self._check_descriptors()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._epoll = select.epoll()
         self._doors = Doors(poller)
         self._epoll.register(self._doors.fd, select.EPOLLIN)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._open = True
+        self._open = self._begun = True
         try:
             collector.use(self)
             self._start()
@@ -373,7 +374,7 @@ class ZmqLink(Link):
         self._files.remove()
 
     def abandon(self) -> None:
-        if not self._open:
+        if not self._begun:
             return
         self._open = False
         self._doors.abandon()

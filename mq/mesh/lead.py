@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from mq import signals
+from mq import forks, signals
 from mq.errors import Closed, ForkedProcess
 from mq.log import Log
 from mq.mesh.atomic import give_up, take_back
@@ -111,6 +111,7 @@ class Lead:
         self._keeper = threading.Thread(
             target=self._keep, name="mq-keeper", daemon=True
         )
+        forks.register(self)
 
     def upkeep_soon(self) -> None:
         """Have `upkeep` called within a second; from any thread, and never waits."""

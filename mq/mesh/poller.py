@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from mq import forks
 from mq.signals import attentive
 
 SPIN_SECONDS: Final = 400e-6
@@ -62,6 +63,7 @@ class Poller:
         if self._epoll is not None:
             edge = select.EPOLLET if self._edge else 0
             self._epoll.register(self._reader, select.EPOLLIN | edge)
+        forks.register(self)
 
     def register(self, fd: int) -> None:
         """Wake `wait` whenever `fd` is readable."""
@@ -171,6 +173,11 @@ class Poller:
             os.close(self._reader)
             if self.wake_fd != self._reader:
                 os.close(self.wake_fd)
+
+    def abandon(self) -> None:
+        """In a forked child: as `close`, whoever has the lock in the parent."""
+        self._lock = threading.Lock()
+        self.close()
 
 
 _yield: Final[Callable[[], None]] = getattr(os, "sched_yield", lambda: None)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
+from mq import forks
 from mq.errors import MQError
 from mq.log import Log
 from mq.rendezvous.record import Claim, Entry, Record
@@ -166,13 +167,6 @@ class Rendezvous:
             if self._worker is not None:
                 self._worker.close()
 
-    def abandon(self) -> None:
-        """Close inherited descriptors in a forked child, without harm to the parent."""
-        self._mine = {}
-        self._store.abandon()
-        if self._worker is not None:
-            self._worker.abandon()
-
     def _later(self, job: Callable[[], None]) -> None:
         if self._worker is None:
             job()
@@ -237,6 +231,7 @@ class _Worker:
         os.set_blocking(self._writer, False)
         self._closed = False
         self._lock = threading.Lock()
+        forks.register(self)
         self._thread = threading.Thread(
             target=self._run, name="mq-rendezvous", daemon=True
         )

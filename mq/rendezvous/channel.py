@@ -12,6 +12,7 @@ import threading
 import time
 from typing import Any, Final, NamedTuple
 
+from mq import forks
 from mq.errors import AuthenticationFailed, PeerLost
 from mq.rendezvous import wire
 from mq.rendezvous.service import configure, format_address
@@ -52,6 +53,7 @@ class Channel:
         self._stopped = stopped
         self._received = bytearray()
         self.sock = socket.socket(address.family, socket.SOCK_STREAM)
+        forks.register(self)
         try:
             self.sock.setblocking(False)
             self._connect(deadline)
@@ -117,6 +119,8 @@ class Channel:
     def close(self) -> None:
         """Close the connection; idempotent."""
         self.sock.close()
+
+    abandon = close
 
     def _send(self, data: bytes, deadline: float) -> None:
         view = memoryview(data)

@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from mq import forks
 from mq.descriptors import out_of_descriptors
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
 from mq.rendezvous.paths import (
@@ -82,6 +83,7 @@ class DirectoryStore(CellStore[_File]):
         self._closed = False
         self._warn = WarnOnce()
         self._parsed: dict[str, Record | None] = {}
+        forks.register(self)
         try:
             self._enter()
             self.secret = self._share_key(None)
@@ -223,6 +225,7 @@ class DirectoryStore(CellStore[_File]):
                     remove_if_deserted(path)
 
     def abandon(self) -> None:
+        """Let go of the lock, which whoever else has its descriptor keeps."""
         fd, self._lock_fd = self._lock_fd, None
         if fd is not None:
             os.close(fd)

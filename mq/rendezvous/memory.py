@@ -102,6 +102,3 @@ class MemoryStore(CellStore[Cell | None]):
 
     def close(self) -> None:
         self._slots.clear()
-
-    def abandon(self) -> None:
-        self._slots.clear()

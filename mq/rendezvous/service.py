@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from mq import forks
 from mq.addresses import bracketed
 from mq.log import Log
 from mq.rendezvous import wire
@@ -79,6 +80,7 @@ class Service:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._selector.register(listener, selectors.EVENT_READ)
         self._accepting = True
+        forks.register(self)
         self._thread = threading.Thread(
             target=self._run, name="mq-rendezvous", daemon=True
         )

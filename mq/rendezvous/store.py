@@ -70,10 +70,6 @@ class Store(ABC):
     def close(self) -> None:
         """Free everything, and end calls in other threads. Idempotent."""
 
-    @abstractmethod
-    def abandon(self) -> None:
-        """Close inherited descriptors in a forked child, without harm to the parent."""
-
     def watched(self) -> int | None:
         """A socket whose hang-up means that the records must be announced anew."""
         return None

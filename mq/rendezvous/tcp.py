@@ -230,14 +230,6 @@ class TcpStore(Store):
             if keyring is not None:
                 keyring.close()
 
-    def abandon(self) -> None:
-        self._stopped.set()
-        self._drop()
-        if self._service is not None:
-            self._service.abandon()
-        if self._keyring is not None:
-            self._keyring.abandon()
-
     # The connection
 
     def _call(self, **request: Any) -> dict[str, Any]:

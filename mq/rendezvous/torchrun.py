@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple, Protocol, TypeVar
 
+from mq import forks
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
 from mq.rendezvous.record import Cell, Entry, Record, load_json
 from mq.rendezvous.store import CellStore, WarnOnce, bounded
@@ -90,9 +91,11 @@ class TorchrunStore(CellStore[_Stored]):
         self._turns = threading.BoundedSemaphore(4)
         self._beats: dict[str, tuple[_Stored, float]] = {}
         self._warn = WarnOnce()
+        self._store: _KeyValues | None = None
+        forks.register(self)
         deadline = time.monotonic() + timeout
         self._await_listener(host, port, deadline)
-        self._store: _KeyValues | None = self._open(host, port, deadline)
+        self._store = self._open(host, port, deadline)
 
     def _await_listener(self, host: str, port: int, deadline: float) -> None:
         """Wait until somebody listens; TCPStore's own wait cannot be interrupted."""
@@ -221,7 +224,8 @@ class TorchrunStore(CellStore[_Stored]):
         self._store = None  # its connection closes with the last call that uses it
 
     def abandon(self) -> None:
-        self.close()
+        """In a forked child: it is the parent's connection."""
+        self._store = None
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/member/{name}"

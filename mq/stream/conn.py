@@ -263,8 +263,8 @@ class StreamConn(Framing):
         if self.fd >= 0:
             link.unread(self.fd)
             link.unwatch(self.fd)
-        link.forget(self)
         self.abandon()
+        link.forget(self)  # last: a child forked meanwhile finds what it inherits by it
 
     def abandon(self) -> None:
         """Close the descriptors, and nothing else."""

@@ -230,15 +230,13 @@ class StreamLink(Watching[StreamConn], Link):
 
     def _stop_listening(self) -> None:
         self._deaf.clear()
-        while self._listeners:
-            listener = self._listeners.pop()
+        for listener in self._listeners:
             self.unwatch(listener.fileno())
             listener.close()
+        self._listeners.clear()
 
     def abandon(self) -> None:
         # The sets of descriptors are shared with the parent: nothing is taken out.
-        if not self._is_open:
-            return
         self._is_open = False
         for conn in self.conns:
             conn.abandon()

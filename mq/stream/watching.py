@@ -23,13 +23,18 @@ class Watching(Generic[ConnT]):
     def __init__(self) -> None:
         self._readers: dict[int, ConnT] = {}
         self._handlers: dict[int, Callable[[], None]] = {}
+        self._sets: list[select.epoll] = []
 
     def _begin_watching(self, poller: Poller) -> None:
         self._poller = poller
-        self._epoll = select.epoll()
-        self._rare = select.epoll()
+        self._epoll = self._new_set()
+        self._rare = self._new_set()
         self._epoll.register(self._rare.fileno(), select.EPOLLIN)
         poller.register(self._rare.fileno())
+
+    def _new_set(self) -> select.epoll:
+        self._sets.append(select.epoll())
+        return self._sets[-1]
 
     def watch(self, fd: int, events: int, handler: Callable[[], None]) -> None:
         """Have `poll` call `handler` as long as a descriptor is ready."""
@@ -66,5 +71,5 @@ class Watching(Generic[ConnT]):
 
     def _abandon_watching(self) -> None:
         """Close the sets and nothing else: a forked child shares what is in them."""
-        self._rare.close()
-        self._epoll.close()
+        for known in self._sets:
+            known.close()
