@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import gc
@@ -10,6 +11,7 @@ import resource
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -24,8 +26,10 @@ from nng_links import ipc, nng_runs, tcp, tls
 from tls_files import tls_options
 
 from mq.addresses import split
+from mq.credentials import contexts, pem_files
 from mq.errors import ForkedProcess
 from mq.mesh.poller import Poller
+from mq.stream.sockets import listening
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
 from transports._nng_conns import NngConn
 from transports.nng import NngLink
@@ -39,6 +43,11 @@ HELLO = bytes(4) + b"tensormq nng 1"
 
 def framed(head: bytes, body: bytes = b"") -> bytes:
     return len(head).to_bytes(4, "little") + head + body
+
+
+def sized(message: bytes) -> bytes:
+    """As NNG frames it over TCP."""
+    return len(message).to_bytes(8, "big") + message
 
 
 MALFORMED = {
@@ -128,6 +137,45 @@ def test_silent_strangers_take_few_descriptors_and_not_for_long(
 
 
 # -- breaks ----------
+
+
+def test_a_connection_is_told_from_one_with_its_ports_on_another_host() -> None:
+    """NNG hides its descriptor of a TLS stream: it is found by both full addresses."""
+    with World(tls, 1) as world, contextlib.ExitStack() as stack:
+        (member,) = world.members
+        host, port = split(member.addresses[0])
+        client = stack.enter_context(socket.socket())
+        client.bind((host, 0))
+        server = stack.enter_context(socket.create_server(("127.0.0.2", port)))
+        other = stack.enter_context(
+            socket.create_connection(
+                ("127.0.0.2", port),
+                source_address=("127.0.0.2", client.getsockname()[1]),
+            )
+        )
+        ended = stack.enter_context(server.accept()[0])
+        client.connect((host, port))
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+        wrapped = pool.submit(_member_over_tls, client)
+        world.until(wrapped.done, "the handshake")
+        stream = stack.enter_context(wrapped.result())
+        world.until(lambda: bool(member.conns(What.ACCEPTED)), "ACCEPTED")
+        other.close()
+        assert not ended.recv(1)
+        stream.sendall(sized(framed(b"still here")))
+        world.until(lambda: bool(member.received), "a message")
+        assert not member.conns(What.LOST)
+        stream.close()
+        world.lost(0, member.conns(What.ACCEPTED)[0])
+
+
+def _member_over_tls(sock: socket.socket) -> ssl.SSLSocket:
+    """A connection of a member's that is no link's."""
+    _, context = contexts("tls", pem_files("tls", **tls_options()))
+    context.check_hostname = False
+    stream = context.wrap_socket(sock)
+    stream.sendall(sized(HELLO))
+    return stream
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -318,6 +366,21 @@ def test_a_forked_child_lets_go_and_leaves_the_parent_alone(wire: str) -> None:
         received = world.members[1].received.setdefault(accepted, [])
         world.until(lambda: bool(received), "a message after the fork")
         assert received == [(b"still here", b"")]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_keeps_a_listener_that_is_not_the_links() -> None:
+    """Though it has the same port, on another address; the link's is closed there."""
+    with World(tls, 1) as world:
+        _, port = split(world.members[0].addresses[0])
+        with socket.create_server(("127.0.0.2", port)):
+            child = os.fork()
+            if child == 0:
+                ours, theirs = (
+                    listening((host, port)) for host in ("127.0.0.1", "127.0.0.2")
+                )
+                os._exit(not (ours < 0 <= theirs))
+            assert _exit_status(child) == 0
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from pynng import ffi, lib
 
 from mq import forks
-from mq.stream.sockets import copy_of
+from mq.stream.sockets import inode, listening
 from transports._nng_aio import Operation
 from transports._nng_pair import check, explain
 
-
-def descriptors() -> list[int]:
-    """What this process has open."""
-    return [int(name) for name in os.listdir("/proc/self/fd")]
+At: TypeAlias = tuple[str, int]
 
 
-def ports_of(fd: int) -> list[int]:
-    """The ports at the ends of a TCP connection, or of a listener; else none."""
-    try:
-        with copy_of(fd) as found:
-            if found.family not in (socket.AF_INET, socket.AF_INET6):
-                return []
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return [found.getsockname()[1]]
-            return [found.getsockname()[1], found.getpeername()[1]]
-    except OSError:
-        return []
+def address_of(get: Callable[[Any, bytes, Any], int], of: Any, option: bytes) -> At:
+    """Host and port that NNG tells, as `socket` has them; none: it does not tell.
+
+    Args:
+        get: NNG's function for it.
+        of: The stream or the listener.
+        option: Which address.
+    """
+    found = ffi.new("nng_sockaddr *")
+    if get(of, option, found):
+        return "", 0
+    if found.s_family == lib.NNG_AF_INET:
+        family, at = socket.AF_INET, found.s_in
+    else:
+        family, at = socket.AF_INET6, found.s_in6
+    host = bytes(ffi.buffer(ffi.addressof(at, "sa_addr")))
+    return socket.inet_ntop(family, host), socket.ntohs(int(at.sa_port))
 
 
 class Dialler:
@@ -87,7 +90,8 @@ class Listener:
     """
 
     def __init__(self, address: str, config: Any) -> None:
-        self.port = 0
+        self._fd = -1
+        self._inode = 0
         forks.register(self)
         made = ffi.new("nng_stream_listener **")
         check(lib.nng_stream_listener_alloc(made, address.encode()))
@@ -98,13 +102,14 @@ class Listener:
                 lib.nng_stream_listener_set_ptr(self._listener, b"tls-config", config)
             )
             check(lib.nng_stream_listener_listen(self._listener))
-            port = ffi.new("int *")
-            name = b"tcp-bound-port"
-            check(lib.nng_stream_listener_get_int(self._listener, name, port))
         except OSError:
             self.close()
             raise
-        self.port = int(port[0])
+        get = lib.nng_stream_listener_get_addr
+        at = address_of(get, self._listener, b"local-address")
+        self.port = at[1]
+        self._fd = listening(at)
+        self._inode = inode(self._fd)
         self._accept()
 
     def _accept(self) -> None:
@@ -138,9 +143,8 @@ class Listener:
 
     def abandon(self) -> None:
         """Let go of it in a forked child."""
-        for fd in descriptors():
-            if ports_of(fd) == [self.port]:
-                os.close(fd)
+        if self._fd >= 0 and inode(self._fd) == self._inode:
+            os.close(self._fd)
 
 
 class TlsOptions:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 from pynng import ffi, lib
 
 from mq import forks
-from mq.stream.sockets import inode, unpace
+from mq.stream.sockets import connected, inode, unpace
 from transports._nng_aio import Operation
 from transports._nng_pair import HANG_UP, PREFIX_BYTES, Channel, explain, unread
-from transports._nng_streams import descriptors, ports_of
+from transports._nng_streams import address_of
 
 _SIZE_BYTES = 8
 
@@ -66,13 +65,16 @@ class TlsChannel(Channel):
     def __init__(self, stream: Any, largest: int) -> None:
         self._stream = stream
         self._largest = largest
-        ports = [_port(stream, name) for name in (b"local-address", b"remote-address")]
+        ends = [
+            address_of(lib.nng_stream_get_addr, stream, option)
+            for option in (b"local-address", b"remote-address")
+        ]
         self._receiving, self._sending = Operation(), Operation()
         self.recv_fd = self._receiving.fd
         # NNG 1.11 may leave its operations waiting for ever when the connection breaks
         # while it both sends and receives, but a copy of its descriptor tells.
-        self._fd = next((fd for fd in descriptors() if ports_of(fd) == ports), -1)
-        self._inode = inode(self._fd)
+        found = (sock for sock in connected() if [sock.own, sock.peer] == ends)
+        self._fd, self._inode, *_ = next(found, (-1, 0))
         self._copy = -1
         forks.register(self)
         if self._fd >= 0:
@@ -245,10 +247,3 @@ class TlsChannel(Channel):
             os.close(copy)
         if not self.freed():
             os.close(self._fd)
-
-
-def _port(stream: Any, name: bytes) -> int:
-    address = ffi.new("nng_sockaddr *")
-    if lib.nng_stream_get_addr(stream, name, address):
-        return -1
-    return socket.ntohs(int(address.s_in.sa_port))

@@ -175,18 +175,37 @@ def connected() -> Iterator[Connected]:
 
     As where it is not Linux, or no descriptor is free to look with.
     """
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return
-    for name in names:
+    for fd in _descriptors():
         with contextlib.suppress(OSError):  # it is closed, no socket, or not connected
-            with copy_of(int(name)) as sock:
+            with copy_of(fd) as sock:
                 if sock.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 peer, own = (at[:2] for at in (sock.getpeername(), sock.getsockname()))
-                found = Connected(int(name), inode(sock.fileno()), peer, own)
+                found = Connected(fd, inode(sock.fileno()), peer, own)
             yield found
+
+
+def listening(own: tuple[str, int]) -> int:
+    """The descriptor of this process that listens on host and port.
+
+    -1 where there is none, or where that is not known, as for `connected`.
+    """
+    for fd in _descriptors():
+        with contextlib.suppress(OSError), copy_of(fd) as sock:
+            if (
+                sock.family in (socket.AF_INET, socket.AF_INET6)
+                and sock.getsockname()[:2] == own
+                and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            ):
+                return fd
+    return -1
+
+
+def _descriptors() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return []
 
 
 def _tcp_info(
