@@ -15,6 +15,7 @@ import ssl
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -310,24 +311,45 @@ def only_free(count: int) -> Iterator[None]:
             os.close(fd)
 
 
+@pytest.mark.parametrize("wire", ["tcp", "tls"])
 @pytest.mark.parametrize("free", range(1, 9))
 def test_a_connection_without_descriptors_is_closed_and_harms_no_other(
-    free: int,
+    free: int, wire: str
 ) -> None:
     """Whichever of its descriptors is the first that cannot be had."""
-    with World(tcp) as world:
+    with World(WIRES[wire]) as world:
         dialled, accepted = world.connect()
         before = descriptors()
-        _, host, port = world.members[1].addresses[0].replace("//", "").split(":")
         with socket.socket() as stranger:
             answered = select.poll()
             answered.register(stranger, select.POLLIN)
             with only_free(free):
-                stranger.connect((host, int(port)))
+                stranger.connect(split(world.members[1].addresses[0]))
+                stranger.sendall(b"neither a member nor TLS")
                 world.until(lambda: bool(answered.poll(0)), "an answer or the end")
         world.send(dialled, b"undisturbed", b"body")
         world.until(lambda: accepted in world.members[1].received, "the message")
         world.until(lambda: descriptors() <= before, "all of it to be closed")
+
+
+@pytest.mark.parametrize("wire", ["tcp", "tls"])
+def test_a_listener_without_descriptors_rests_for_a_while(
+    wire: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And then takes whoever has come meanwhile."""
+    monkeypatch.setattr("transports.nng._DEAF_SECONDS", 1.0)
+    with World(WIRES[wire], 1) as world, socket.socket() as stranger:
+        (member,) = world.members
+        world.until(lambda: True, "rest")
+        world.nap = 0.01
+        with only_free(0):
+            stranger.connect(split(member.addresses[0]))
+            world.until(lambda: "cannot accept" in caplog.text, "a warning")
+            until = time.monotonic() + 0.2
+            world.until(lambda: time.monotonic() > until, "what it may do again")
+            assert caplog.text.count("cannot accept") == 1
+        stranger.sendall(b"neither a member nor TLS")
+        world.until(lambda: member.link.malformed == 1, "the stranger")
 
 
 def test_sockets_of_the_application_live_on_when_the_last_link_closes() -> None:

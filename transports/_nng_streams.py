@@ -45,14 +45,15 @@ class Dialler:
 
     def __init__(self, address: str, config: Any) -> None:
         self._operation = Operation()
+        self._dialer: Any = None
         made = ffi.new("nng_stream_dialer **")
         try:
             check(lib.nng_stream_dialer_alloc(made, address.encode()))
+            self._dialer = made[0]
+            check(lib.nng_stream_dialer_set_ptr(self._dialer, b"tls-config", config))
         except OSError:
-            self._operation.close()
+            self.close()
             raise
-        self._dialer: Any = made[0]
-        check(lib.nng_stream_dialer_set_ptr(self._dialer, b"tls-config", config))
         self._operation.begin(lambda aio: lib.nng_stream_dialer_dial(self._dialer, aio))
 
     def fileno(self) -> int:
@@ -93,11 +94,12 @@ class Listener:
         self._fd = -1
         self._inode = 0
         forks.register(self)
-        made = ffi.new("nng_stream_listener **")
-        check(lib.nng_stream_listener_alloc(made, address.encode()))
-        self._listener: Any = made[0]
         self._operation = Operation()
+        self._listener: Any = None
+        made = ffi.new("nng_stream_listener **")
         try:
+            check(lib.nng_stream_listener_alloc(made, address.encode()))
+            self._listener = made[0]
             check(
                 lib.nng_stream_listener_set_ptr(self._listener, b"tls-config", config)
             )
@@ -110,9 +112,9 @@ class Listener:
         self.port = at[1]
         self._fd = listening(at)
         self._inode = inode(self._fd)
-        self._accept()
 
-    def _accept(self) -> None:
+    def listen(self) -> None:
+        """Have the next connection taken."""
         self._operation.begin(
             lambda aio: lib.nng_stream_listener_accept(self._listener, aio)
         )
@@ -122,24 +124,31 @@ class Listener:
         return self._operation.fd
 
     def accept(self) -> Any:
-        """The next connection's stream, or None."""
+        """The next connection's stream, or None.
+
+        Raises:
+            OSError: It could not be accepted; after that `listen` is needed again.
+        """
         operation = self._operation
         if not operation.has_ended():
             return None
-        stream = None if operation.finish() else operation.output()
-        self._accept()
+        check(operation.finish())
+        stream = operation.output()
+        self.listen()
         return stream
 
     def close(self) -> None:
         """Stop listening."""
         operation = self._operation
-        lib.nng_stream_listener_close(self._listener)
+        if self._listener is not None:
+            lib.nng_stream_listener_close(self._listener)
         if operation.running:
             operation.wait()
             if not operation.code():
                 lib.nng_stream_free(operation.output())
         operation.close()
-        lib.nng_stream_listener_free(self._listener)
+        if self._listener is not None:
+            lib.nng_stream_listener_free(self._listener)
 
     def abandon(self) -> None:
         """Let go of it in a forked child."""

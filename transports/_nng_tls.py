@@ -65,35 +65,58 @@ class TlsChannel(Channel):
     def __init__(self, stream: Any, largest: int) -> None:
         self._stream = stream
         self._largest = largest
-        ends = [
-            address_of(lib.nng_stream_get_addr, stream, option)
-            for option in (b"local-address", b"remote-address")
-        ]
-        self._receiving, self._sending = Operation(), Operation()
-        self.recv_fd = self._receiving.fd
-        # NNG 1.11 may leave its operations waiting for ever when the connection breaks
-        # while it both sends and receives, but a copy of its descriptor tells.
-        found = (sock for sock in connected() if [sock.own, sock.peer] == ends)
-        self._fd, self._inode, *_ = next(found, (-1, 0))
-        self._copy = -1
-        forks.register(self)
-        if self._fd >= 0:
-            self._copy = os.dup(self._fd)
-        unpace(self._copy)
-        self.watches = ((self._sending.fd, select.EPOLLIN), (self._copy, HANG_UP))
-        self._in = bytearray(_SIZE_BYTES + largest)
-        self._in_memory = ffi.from_buffer(self._in)
-        # One leaves while the other fills, with two of the largest or many small.
-        self._out, self._filling = _Outgoing(2 * largest), _Outgoing(2 * largest)
+        self._operations: list[Operation] = []
+        self._fd = self._copy = -1
+        self._inode = 0
         self._start = self._end = 0  # of what was received and not taken
         self._taken = 0
         self._counted = False  # what the operation that has ended brought
         self._view: memoryview | None = None
-        self._broken = self._fd < 0  # it has gone already
         self._refused = False
         self._full = False
         self._closed = False
+        forks.register(self)
+        try:
+            self._open()
+        except BaseException:  # out of descriptors, most likely
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        self._receiving, self._sending = self._operation(), self._operation()
+        self.recv_fd = self._receiving.fd
+        # NNG 1.11 may leave its operations waiting for ever when the connection breaks
+        # while it both sends and receives, but a copy of its descriptor tells.
+        self._find()
+        unpace(self._copy)
+        self.watches = ((self._sending.fd, select.EPOLLIN), (self._copy, HANG_UP))
+        self._in = bytearray(_SIZE_BYTES + self._largest)
+        self._in_memory = ffi.from_buffer(self._in)
+        # One leaves while the other fills, with two of the largest or many small.
+        self._out = _Outgoing(2 * self._largest)
+        self._filling = _Outgoing(2 * self._largest)
+        self._broken = self._fd < 0  # it has gone already
         self._receive_more()
+
+    def _operation(self) -> Operation:
+        self._operations.append(Operation())
+        return self._operations[-1]
+
+    def _find(self) -> None:
+        """Look for NNG's descriptor of the stream, and copy it.
+
+        Raises:
+            OSError: There is no descriptor to do so with.
+        """
+        ends = [
+            address_of(lib.nng_stream_get_addr, self._stream, option)
+            for option in (b"local-address", b"remote-address")
+        ]
+        os.close(os.dup(self.recv_fd))  # else nothing would be found
+        found = (sock for sock in connected() if [sock.own, sock.peer] == ends)
+        self._fd, self._inode, *_ = next(found, (-1, 0))
+        if self._fd >= 0:
+            self._copy = os.dup(self._fd)
 
     # -- receiving ----------
 
@@ -223,8 +246,8 @@ class TlsChannel(Channel):
             self._closed = True
             self.release()
             lib.nng_stream_close(self._stream)
-            self._receiving.close()
-            self._sending.close()
+            for operation in self._operations:
+                operation.close()
             lib.nng_stream_free(self._stream)
             copy, self._copy = self._copy, -1
             if copy >= 0:

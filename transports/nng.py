@@ -17,7 +17,7 @@ import errno
 import select
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from pynng import lib
@@ -83,7 +83,7 @@ class NngLink(Watching[NngConn], Link):
         self._wires = tuple(wires)
         self._depth = depth
         self._listeners: list[socket.socket] = []
-        self._deaf: dict[socket.socket, float] = {}
+        self._deaf: dict[int, tuple[float, Callable[[], None]]] = {}
         self._files = SocketFiles("nng")
         self._open = False
 
@@ -140,14 +140,18 @@ class NngLink(Watching[NngConn], Link):
         except (BlockingIOError, ConnectionError):  # it has left again
             return
         except OSError as error:  # no descriptor is free: do not spin
-            logger.warning("cannot accept a connection: %s", error)
-            self._deaf[listener] = time.monotonic() + _DEAF_SECONDS
-            self.unwatch(listener.fileno())
+            self._rest(listener.fileno(), error, lambda: self._hear(listener))
             return
         address = "ipc"
         if isinstance(peer, tuple):
             address = f"tcp://{addresses.bracketed(peer[0])}:{peer[1]}"
         self.admit(address).start(lambda: self.channel(sock))
+
+    def _rest(self, fd: int, error: OSError, hear: Callable[[], None]) -> None:
+        """A listener could not accept: have `hear` listen to it again in a while."""
+        logger.warning("cannot accept a connection: %s", error)
+        self._deaf[fd] = time.monotonic() + _DEAF_SECONDS, hear
+        self.unwatch(fd)
 
     def admit(self, address: str) -> NngConn:
         """A connection that a peer began; it is a stranger until it says hello."""
@@ -250,10 +254,10 @@ class NngLink(Watching[NngConn], Link):
         for conn, deadline in list(self.closing.items()):
             if now >= deadline:
                 conn.drop()
-        for listener, until in list(self._deaf.items()):
+        for fd, (until, hear) in list(self._deaf.items()):
             if now >= until:
-                del self._deaf[listener]
-                self._hear(listener)
+                del self._deaf[fd]
+                hear()
 
     def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
         return addresses.rank(candidates, self._wires, same_host)

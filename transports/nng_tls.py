@@ -88,11 +88,19 @@ class NngTlsLink(NngLink):
                 f"cannot listen on {address}: {error}",
             ) from error
         self._doors.append(door)
-        self.watch(door.fileno(), select.EPOLLIN, lambda: self._greet(door))
+        self._hear_at(door)
         return f"{_SCHEME}://{addresses.reachable_host(host)}:{door.port}"
 
+    def _hear_at(self, door: Listener) -> None:
+        door.listen()
+        self.watch(door.fileno(), select.EPOLLIN, lambda: self._greet(door))
+
     def _greet(self, door: Listener) -> None:
-        stream = door.accept()
+        try:
+            stream = door.accept()
+        except OSError as error:  # no descriptor is free: do not spin
+            self._rest(door.fileno(), error, lambda: self._hear_at(door))
+            return
         if stream is not None:
             conn = self.admit(_SCHEME)
             conn.start(lambda: TlsChannel(stream, self.largest))
