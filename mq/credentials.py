@@ -9,6 +9,7 @@ from typing import Final, NoReturn
 from mq.openssl import undivided
 
 _OUT_OF_DATE: Final = (9, 10)  # not yet valid, expired: codes of OpenSSL
+_MOST_CHARACTERS: Final = 255  # of a name, in TLS
 _REMEDIES: Final = {
     10: "; it needs a new one",
     18: "; authorities= must hold the certificate that signed it",
@@ -39,6 +40,29 @@ def pem_files(
             f"of PEM files; missing: {', '.join(missing)}"
         )
     return given
+
+
+def asked_name(server_name: object) -> str:
+    """The option of that name, as certificates and TLS have it; empty: not given.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: No certificate can have such a name.
+    """
+    wanted = "the name in peers' certificates, such as 'worker.example.org'"
+    if server_name is None:
+        return ""
+    if not isinstance(server_name, str):
+        raise TypeError(f"server_name is {wanted}, or None, not {server_name!r}")
+    try:
+        name = server_name.encode("idna").decode()
+    except UnicodeError as error:
+        raise ValueError(
+            f"server_name is {wanted}, not {server_name!r}: {error}"
+        ) from error
+    if len(name) > _MOST_CHARACTERS or "\0" in name or name.startswith("."):
+        raise ValueError(f"server_name is {wanted}, not {server_name!r}")
+    return name
 
 
 def contexts(

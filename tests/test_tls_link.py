@@ -290,6 +290,27 @@ def test_options_that_make_no_sense_are_refused() -> None:
 
 
 @pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize(
+    ("server_name", "error"),
+    [
+        (5, TypeError),
+        (b"localhost", TypeError),
+        ("a\0b", ValueError),
+        (".example", ValueError),
+        ("a" * 70, ValueError),
+        ("a." * 200, ValueError),
+    ],
+)
+def test_a_server_name_that_no_certificate_can_have_is_refused(
+    backend: str, server_name: Any, error: type[Exception]
+) -> None:
+    """Before a member is dialled, where it would end connect, or stop the keeper."""
+    options = {**tls_options(), "server_name": server_name}
+    with pytest.raises(error, match="server_name is the name in peers' certificates"):
+        mq.connect(backend, group="tls", name="a", **options)
+
+
+@pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("option", ["certificate", "private_key", "authorities"])
 def test_a_file_that_is_missing_or_is_something_else_is_named(
     option: str, backend: str, tmp_path: Any

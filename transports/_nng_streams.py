@@ -161,13 +161,13 @@ class TlsOptions:
 
     Args:
         paths: PEM files: certificate, private key, authorities.
-        server_name: The name to ask every dialled member for; None: its host.
+        server_name: The name to ask every dialled member for; empty: its host.
 
     Raises:
         OSError: A file cannot be read, or is not what it must be.
     """
 
-    def __init__(self, paths: Sequence[str], server_name: str | None) -> None:
+    def __init__(self, paths: Sequence[str], server_name: str) -> None:
         self._texts = []
         for path in paths:
             with open(path, "rb") as file:

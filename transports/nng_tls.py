@@ -13,7 +13,7 @@ from typing import ClassVar
 from pynng import ffi, lib
 
 from mq import addresses
-from mq.credentials import check_dates, pem_files
+from mq.credentials import asked_name, check_dates, pem_files
 from mq.errors import TransportUnavailable
 from mq.log import Log
 from mq.mesh.poller import Poller
@@ -56,7 +56,7 @@ class NngTlsLink(NngLink):
         super().__init__(wires=("tcp",))
         self._paths = pem_files("nng:tls", certificate, private_key, authorities)
         self._wires = (_SCHEME,)
-        self._server_name = server_name
+        self._server_name = asked_name(server_name)
         self._tls: TlsOptions | None = None
         self._doors: list[Listener] = []
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from mq import addresses
-from mq.credentials import check_dates, contexts, explain, pem_files
+from mq.credentials import asked_name, check_dates, contexts, explain, pem_files
 from mq.mesh.poller import Poller
 from mq.openssl import undivided
 from mq.stream.conn import StreamConn
@@ -200,7 +200,7 @@ class TlsLink(TcpStreamLink):
                 f"oldest_version is '1.2' or '1.3', not {oldest_version!r}"
             )
         self.sealed = memoryview(bytearray(_PIECE_BYTES))
-        self._server_name = server_name
+        self._server_name = asked_name(server_name)
         self._oldest = _VERSIONS[oldest_version]
 
     def open(
