@@ -88,7 +88,7 @@ def contexts(
 
 
 def check_dates(transport: str, paths: Mapping[str, str]) -> None:
-    """Raises: OSError, if no peer would accept this member's own certificate now.
+    """Raises: OSError, if no peer could accept this member's own certificate now.
 
     Its name and its signer are for the files of peers to judge.
     """
@@ -101,9 +101,16 @@ def check_dates(transport: str, paths: Mapping[str, str]) -> None:
             server.wrap_bio(there, back, server_side=True),
         )
         for end in (*ends, *ends):
-            code, text = _step(end)
+            path = paths["certificate"]
+            try:
+                code, text = _step(end)
+            except ssl.SSLError as error:
+                raise OSError(
+                    f"{transport}: certificate {path!r}: OpenSSL makes no connection "
+                    f"with it ({explain(error)}); its key must be one that TLS has: "
+                    "RSA, or of the curve P-256, P-384 or P-521"
+                ) from error
             if code in _OUT_OF_DATE:
-                path = paths["certificate"]
                 raise OSError(f"{transport}: certificate {path!r}: {text}")
             if code:
                 return
@@ -169,7 +176,11 @@ def _context(
 
 
 def _step(end: ssl.SSLObject) -> tuple[int, str]:
-    """A step of a handshake; OpenSSL's code and words where a certificate is bad."""
+    """A step of a handshake; OpenSSL's code and words where a certificate is bad.
+
+    Raises:
+        ssl.SSLError: The two ends do not fit.
+    """
     try:
         end.do_handshake()
     except ssl.SSLWantReadError:

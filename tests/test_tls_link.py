@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -352,6 +353,34 @@ def test_a_certificate_of_its_own_that_has_expired_is_named(
     lapsed = other("lapsed", "lapsed_authority", server_name=server_name)
     with pytest.raises(OSError, match=r"lapsed\.pem': certificate has expired"):
         mq.connect(backend, group="tls", name="a", **lapsed)
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_a_key_that_tls_does_not_have_is_named(backend: str) -> None:
+    """OpenSSL loads it, and then finds nothing that both ends of a connection speak."""
+    odd = tls_options("secp256k1", "secp256k1")
+    with pytest.raises(OSError, match=r"secp256k1\.pem'.*its key must be .*RSA"):
+        mq.connect(backend, group="tls", name="a", **odd)
+
+
+def test_keys_that_only_openssl_has_are_named(tmp_path: Path) -> None:
+    """NNG says "Cryptographic error", and no more, of one among several authorities."""
+    edwards = tls_options("ed25519", "ed25519")
+    mq.connect("tls", group="tls", name="a", **edwards).close()
+    both = tmp_path / "both.pem"
+    both.write_bytes(
+        (CERTIFICATES / "authority.pem").read_bytes()
+        + (CERTIFICATES / "ed25519.pem").read_bytes()
+    )
+    for options, words in (
+        (edwards, r"certificate '.*ed25519\.pem'.*RSA.*transport tls"),
+        (
+            {**tls_options(), "authorities": str(both)},
+            r"authorities '.*both\.pem'.*RSA.*transport tls",
+        ),
+    ):
+        with pytest.raises(OSError, match=words):
+            mq.connect("nng:tls", group="tls", name="a", **options)
 
 
 @pytest.mark.parametrize("backend", ENGINES)

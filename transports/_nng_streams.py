@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from pynng import ffi, lib
@@ -160,16 +160,17 @@ class TlsOptions:
     """How members prove who they are, as NNG's configurations for both roles.
 
     Args:
-        paths: PEM files: certificate, private key, authorities.
+        paths: PEM files, by option: certificate, private_key, authorities.
         server_name: The name to ask every dialled member for; empty: its host.
 
     Raises:
         OSError: A file cannot be read, or is not what it must be.
     """
 
-    def __init__(self, paths: Sequence[str], server_name: str) -> None:
+    def __init__(self, paths: Mapping[str, str], server_name: str) -> None:
         self._texts = []
-        for path in paths:
+        self._paths = paths
+        for path in paths.values():
             with open(path, "rb") as file:
                 self._texts.append(file.read())
         self._server_name = server_name
@@ -190,13 +191,16 @@ class TlsOptions:
         config = made[0]
         own = lib.nng_tls_config_own_cert(config, certificate, key, ffi.NULL)
         chain = lib.nng_tls_config_ca_chain(config, authorities, ffi.NULL)
-        for code, what in (
-            (own, "certificate and private_key"),
-            (chain, "authorities"),
-        ):
+        for code, option in ((own, "certificate"), (chain, "authorities")):
             if code:
                 lib.nng_tls_config_free(config)
-                raise OSError(0, f"NNG does not accept {what}: {explain(code)}")
+                raise OSError(
+                    0,
+                    f"nng:tls: NNG does not accept {option} {self._paths[option]!r}, "
+                    f"which OpenSSL does ({explain(code)}); every key in it must be "
+                    "one that NNG has: RSA, or of the curve P-256, P-384 or P-521. "
+                    "Others need the transport tls",
+                )
         check(lib.nng_tls_config_auth_mode(config, lib.NNG_TLS_AUTH_MODE_REQUIRED))
         if name:
             check(lib.nng_tls_config_server_name(config, name.encode()))

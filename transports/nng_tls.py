@@ -73,7 +73,7 @@ class NngTlsLink(NngLink):
                 "transport 'nng:tls' cannot run here: this build of pynng has no TLS; "
                 "the wheels on PyPI have"
             )
-        self._tls = TlsOptions([*self._paths.values()], self._server_name)
+        self._tls = TlsOptions(self._paths, self._server_name)
         return super().open(poller, listen, directory)
 
     def _listen(self, address: str, directory: str | None) -> str:
