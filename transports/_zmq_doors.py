@@ -21,7 +21,7 @@ from collections.abc import Callable
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Final
 
-from mq import addresses
+from mq import addresses, forks
 from mq.descriptors import free_descriptors
 
 if TYPE_CHECKING:
@@ -78,12 +78,13 @@ class Doors:
 
     def __init__(self, poller: Poller) -> None:
         self._poller = poller
-        self._epoll = select.epoll()
-        self.fd = self._epoll.fileno()
-        poller.register(self.fd)
         self._doors: dict[int, socket.socket] = {}
         self._asked: dict[int, tuple[Port, socket.socket, Callable[[bool], None]]] = {}
         self._let_in: deque[float] = deque()
+        self._epoll = select.epoll()
+        forks.register(self)
+        self.fd = self._epoll.fileno()
+        poller.register(self.fd)
 
     # -- answering ----------
 

@@ -377,7 +377,6 @@ class ZmqLink(Link):
         if not self._begun:
             return
         self._open = False
-        self._doors.abandon()
         self._epoll.close()
         _abandoned.append((self._context, dict(self._ports)))
         for (_, fd), known in self.descriptors.items():
