@@ -364,6 +364,50 @@ def test_survivors_take_over_from_a_killed_host() -> None:
                 )
 
 
+def test_who_joins_during_a_hand_over_misses_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A newcomer that hosts the next service waits for clients of the one before.
+
+    Nor does it get the name of one of them.
+    """
+    monkeypatch.setattr(service, "HAND_OVER_SECONDS", 2.0)
+    port, found = free_port(), list[object]()
+    with process_of(_host, port, False) as (host, pipe):
+        assert pipe.recv() == "hosting"
+        # Of the survivor's process only this connection is there when the host ends.
+        with socket.create_connection(("127.0.0.1", port), DEADLINE):
+            host.kill()
+            host.join(DEADLINE)
+            with contextlib.closing(meet(port)) as newcomer:
+
+                def join() -> None:
+                    holder = newcomer.claim(record("survivor", "1")).holder
+                    newcomer.claim(record("newcomer", "1"))
+                    found.extend([holder and holder.record.name, names(newcomer)])
+
+                joining = threading.Thread(target=join)
+                joining.start()
+                joining.join(0.2)
+                with contextlib.closing(meet(port)) as survivor:
+                    assert survivor.renew(record("survivor", "2", generation=1))
+                    joining.join(DEADLINE)
+                    assert found == ["survivor", ["newcomer", "survivor"]]
+
+
+def test_a_fresh_group_does_not_wait_for_earlier_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no service was, and after one that ended after all of its clients."""
+    monkeypatch.setattr(service, "HAND_OVER_SECONDS", DEADLINE)
+    port, begin = free_port(), time.monotonic()
+    for _ in range(2):
+        with contextlib.closing(meet(port)) as first:
+            assert first.claim(record("first")).holder is None
+            assert names(first) == ["first"]
+    assert time.monotonic() - begin < DEADLINE / 2
+
+
 def test_a_forked_child_does_not_keep_the_address() -> None:
     """After `abandon` in the child, the death of the parent frees the address."""
     port = free_port()

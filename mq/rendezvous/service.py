@@ -7,6 +7,7 @@ knows the secret; it gets two seconds for that, and cannot hold up anybody else.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import selectors
@@ -25,11 +26,18 @@ from mq.rendezvous.record import Claim, Record
 from mq.rendezvous.store import WarnOnce
 
 GREETING_SECONDS: Final = 2.0
+HAND_OVER_SECONDS: Final = 1.0
+"""For so long after it took the place of another, a service tells nobody who is there,
+and gives no names away. Its predecessor's clients connect anew within a tenth of that,
+and announce themselves: whoever joins meanwhile must neither miss one of them nor get
+its name."""
 MAX_CLIENTS: Final = 1024
 MAX_STRANGERS: Final = 128
 MAX_GROUPS: Final = 256
 
 _TICK: Final = 0.25
+_COMPLETE: Final = ("claim", "records")
+"""Requests that need to know of everybody."""
 _log = Log(__name__)
 
 
@@ -43,6 +51,7 @@ class _Connection:
         self.nonce = secrets.token_bytes(wire.NONCE_BYTES)
         self.frames: wire.Frames | None = None
         self.received = bytearray()
+        self.held: dict[str, Any] | None = None  # a request, see `HAND_OVER_SECONDS`
         self.outgoing = bytearray(wire.MAGIC + self.nonce)
         self.is_refused = False
 
@@ -53,6 +62,7 @@ class Service:
     Args:
         listener: A socket that listens; the service owns it from now on.
         secret: What clients must know, at least one byte.
+        succeeds: Whether clients of an earlier service may still have to come over.
         on_close: Called once when the service is closed.
     """
 
@@ -60,6 +70,7 @@ class Service:
         self,
         listener: socket.socket,
         secret: bytes,
+        succeeds: bool,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = format_address(*listener.getsockname()[:2])
@@ -68,6 +79,7 @@ class Service:
         self._id = secrets.token_hex(8)
         self._listener = listener
         self._secret = secret
+        self._settled_at = time.monotonic() + (HAND_OVER_SECONDS if succeeds else 0.0)
         self._on_close = on_close
         self._groups: dict[str, MemoryStore] = {}
         self._connections: set[_Connection] = set()
@@ -126,8 +138,12 @@ class Service:
                 connection.sock.close()
 
     def _patience(self) -> float | None:
-        strangers = any(c.frames is None for c in self._connections)
-        return _TICK if strangers or not self._accepting else None
+        patience = []
+        if not self._accepting or any(c.frames is None for c in self._connections):
+            patience.append(_TICK)
+        if any(c.held for c in self._connections):
+            patience.append(max(0.0, self._settled_at - time.monotonic()))
+        return min(patience, default=None)
 
     def _serve(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
         if not self._accepting:
@@ -138,6 +154,9 @@ class Service:
                 self._accept()
             elif isinstance(key.data, _Connection) and key.data in self._connections:
                 self._advance(key.data, events)
+        if self._is_settled():
+            for connection in [c for c in self._connections if c.held]:
+                self._advance(connection, 0)
         oldest = time.monotonic() - GREETING_SECONDS
         for connection in [c for c in self._connections if c.frames is None]:
             if connection.since < oldest:
@@ -202,9 +221,15 @@ class Service:
         if connection.frames is None:
             self._greet(connection)
             return
-        request = connection.frames.open(connection.received)
-        if request is not None:
+        request = connection.held or connection.frames.open(connection.received)
+        connection.held = None
+        if request and request.get("do") in _COMPLETE and not self._is_settled():
+            connection.held = request
+        elif request is not None:
             connection.outgoing += connection.frames.seal(self._answer(request))
+
+    def _is_settled(self) -> bool:
+        return time.monotonic() >= self._settled_at
 
     def _greet(self, connection: _Connection) -> None:
         hello = bytes(connection.received)
@@ -313,18 +338,31 @@ def configure(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
 
-def listen(family: int, address: tuple[Any, ...]) -> socket.socket:
+def listen(family: int, address: tuple[Any, ...]) -> tuple[socket.socket, bool]:
     """A socket that listens on exactly this address.
+
+    Returns:
+        The socket, and whether the system still knows of connections to an earlier one
+        there: for a minute after whoever listened there ended before its clients.
 
     Raises:
         OSError: Somebody else does (EADDRINUSE), or it is not this host's.
     """
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        succeeds = False
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            succeeds = True
+        # Set in any case: whoever comes next needs it of the connections of this one.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        if succeeds:
+            listener.bind(address)
         listener.listen(128)
     except BaseException:
         listener.close()
         raise
-    return listener
+    return listener, succeeds

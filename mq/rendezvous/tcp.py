@@ -2,7 +2,8 @@
 
 The service keeps records in memory only. When its process ends, every other member
 notices by its connection, one of them binds the address again, and all announce
-themselves anew. Sessions between members do not depend on it.
+themselves anew; whoever joins meanwhile waits for them. Sessions between members do
+not depend on it.
 
 Without a secret only loopback addresses are served; the key then lies in this user's
 rendezvous directory, so that it outlives whoever hosts and no other user can read it.
@@ -106,21 +107,21 @@ def serve(
     deadline = time.monotonic() + timeout
     address = _resolve(host, port, deadline, threading.Event())
     try:
-        listener = listen(*address)
+        listener, succeeds = listen(*address)
     except OSError as error:
         raise TransportUnavailable(
             f"cannot serve a rendezvous at {address}: {error.strerror}; choose an "
             "address of this host that no other program uses"
         ) from error
     if secret:
-        return Service(listener, secret)
+        return Service(listener, secret, succeeds)
     try:
         bound = Address(address.family, listener.getsockname())
         keyring = _open_keyring(bound, timeout)
     except BaseException:
         listener.close()
         raise
-    return Service(listener, keyring.secret, on_close=keyring.close)
+    return Service(listener, keyring.secret, succeeds, on_close=keyring.close)
 
 
 class TcpStore(Store):
@@ -297,10 +298,12 @@ class TcpStore(Store):
                 return False
             self._service.close()
         try:
-            listener = listen(*self._address)
+            listener, succeeds = listen(*self._address)
         except OSError:
             return False
-        self._service = Service(listener, self._secret)
+        # Who had an answer of an earlier service is not its only client.
+        succeeds = succeeds or bool(self._version)
+        self._service = Service(listener, self._secret, succeeds)
         return True
 
     def _announce(self, channel: Channel, deadline: float) -> None:
