@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from meeting import (
@@ -33,7 +34,7 @@ from mq.errors import (
     PeerLost,
     TransportUnavailable,
 )
-from mq.rendezvous import Rendezvous, open_rendezvous, service, tcp, wire
+from mq.rendezvous import Rendezvous, memory, open_rendezvous, service, tcp, wire
 from mq.rendezvous.channel import Address, Channel
 
 __all__ = ["runtime"]  # fixtures
@@ -152,6 +153,44 @@ def test_a_mistaken_request_is_answered(
         answer = channel.call(request_, time.monotonic() + DEADLINE)
         assert answer["error"]
     channel.close()
+
+
+def claim_at(channel: Channel, group: str, **fields: Any) -> dict[str, Any]:
+    """The answer to a claim of `m` in a group."""
+    text = record("m", **fields).to_json()
+    request = {"do": "claim", "group": group, "record": text}
+    return channel.call(request, time.monotonic() + DEADLINE)
+
+
+def test_groups_of_the_dead_make_room(
+    served: service.Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose leases have all ended counts no more; one with a live member does."""
+    monkeypatch.setattr(service, "MAX_GROUPS", 2)
+    with contextlib.closing(channel_to(served)) as channel:
+        claim_at(channel, "living")
+        claim_at(channel, "killed", lease=1e-6)
+        assert "record" in claim_at(channel, "new")
+        assert "2 groups" in claim_at(channel, "too many")["error"]
+        assert "holder" in claim_at(channel, "living", incarnation="b")
+
+
+def test_names_given_back_make_room_and_their_generations_grow(
+    served: service.Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So do those of the dead; that of who lives stays taken."""
+    monkeypatch.setattr(memory, "MAX_NAMES", 2)
+    with contextlib.closing(meet(port_of(served))) as member:
+        assert member.claim(record("lives")).holder is None
+        for generation in (1, 3, 5):
+            won = member.claim(record(f"left {generation}")).record
+            assert won.generation == generation
+            member.remove(won.name, won.incarnation)
+        member.claim(record("dead", lease=1e-6))
+        assert member.claim(record("new")).holder is None
+        with pytest.raises(ValueError, match="2 names"):
+            member.claim(record("too many"))
+        assert names(member) == ["lives", "new"]
 
 
 def test_requests_sent_ahead_are_answered_in_turn(served: service.Service) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from mq.rendezvous.record import Cell, Entry
+from mq.rendezvous.record import Cell, Entry, Record
 from mq.rendezvous.store import CellStore
 
 MAX_NAMES: Final = 4096
-"""Names that a group may have at the service, those given back lately included."""
+"""Names that may be held in a group at the service."""
 
 SWEEP_SECONDS: Final = 3600.0
 PAGE_BYTES: Final = 512 * 1024
@@ -18,9 +19,13 @@ PAGE_BYTES: Final = 512 * 1024
 
 @dataclass
 class _Slot:
-    cell: Cell
+    record: Record
     text: str
     renewed: float = field(default_factory=time.monotonic)
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.record, time.monotonic() - self.renewed)
 
 
 class MemoryStore(CellStore[Cell | None]):
@@ -33,11 +38,17 @@ class MemoryStore(CellStore[Cell | None]):
 
     def __init__(self) -> None:
         self._slots: dict[str, _Slot] = {}
+        # A free name's generation must not fall. One stands for all of them: names
+        # come and go without end where members draw them at random.
+        self._free: Cell | None = None
+        self._id = secrets.token_hex(8)
         self._changes = 0
 
     def read(self, name: str) -> tuple[Cell | None, Cell | None]:
         slot = self._slots.get(name)
-        cell = None if slot is None else slot.cell
+        if slot is None:
+            return self._free, self._free
+        cell = Cell(slot.record.generation, slot.record)
         return cell, cell
 
     def swap(self, name: str, token: Cell | None, new: Cell) -> bool:
@@ -46,12 +57,14 @@ class MemoryStore(CellStore[Cell | None]):
         Raises:
             ValueError: The group has too many names.
         """
+        if new.record is None:
+            self._forget(name, new.generation)
+            return True
         if name not in self._slots and len(self._slots) >= MAX_NAMES:
-            self._sweep()
+            self._sweep(0.0)
             if len(self._slots) >= MAX_NAMES:
                 raise ValueError(f"the group has {MAX_NAMES} names already")
-        text = "" if new.record is None else new.record.to_json()
-        self._slots[name] = _Slot(new, text)
+        self._slots[name] = _Slot(new.record, new.record.to_json())
         self._changes += 1
         return True
 
@@ -60,45 +73,42 @@ class MemoryStore(CellStore[Cell | None]):
         return True
 
     def entry(self, cell: Cell, token: Cell | None) -> Entry | None:
-        if cell.record is None:
-            return None
-        slot = self._slots[cell.record.name]
-        return Entry(cell.record, time.monotonic() - slot.renewed)
+        return None if cell.record is None else self._slots[cell.record.name].entry
 
     def records(self) -> list[Entry]:
-        entries = (self.entry(slot.cell, None) for slot in self._slots.values())
-        return [entry for entry in entries if entry is not None]
+        return [slot.entry for slot in self._slots.values()]
 
     def page(self, after: str) -> tuple[list[dict[str, Any]], bool]:
         """Records of names after `after`, as JSON, and whether there are more."""
-        self._sweep()
+        self._sweep(SWEEP_SECONDS)
         found: list[dict[str, Any]] = []
         room = PAGE_BYTES
         for name in sorted(name for name in self._slots if name > after):
             slot = self._slots[name]
-            if slot.cell.record is None:
-                continue
             room -= len(slot.text)
             if room < 0 and found:
                 return found, True
-            found.append({"record": slot.text, "age": time.monotonic() - slot.renewed})
+            found.append({"record": slot.text, "age": slot.entry.age})
         return found, False
 
-    def _sweep(self) -> None:
-        """Forget names that were given back, or whose leases ended, long ago."""
-        now = time.monotonic()
+    def _sweep(self, seconds: float) -> None:
+        """Forget who was not renewed for so long, and has no lease any more."""
         for name, slot in list(self._slots.items()):
-            record, age = slot.cell.record, now - slot.renewed
-            if age > SWEEP_SECONDS and (record is None or age > record.lease):
-                del self._slots[name]
-                self._changes += 1
+            if slot.entry.expired and slot.entry.age > seconds:
+                self._forget(name, slot.record.generation)
 
-    def is_empty(self) -> bool:
-        """Whether nobody holds a name."""
-        return all(slot.cell.record is None for slot in self._slots.values())
+    def _forget(self, name: str, generation: int) -> None:
+        del self._slots[name]
+        known = 0 if self._free is None else self._free.generation
+        self._free = Cell(max(known, generation), None)
+        self._changes += 1
+
+    def has_ended(self) -> bool:
+        """Whether nobody holds a name by a lease that lasts."""
+        return all(slot.entry.expired for slot in self._slots.values())
 
     def version(self) -> str:
-        return str(self._changes)
+        return f"{self._id}-{self._changes}"
 
     def close(self) -> None:
         self._slots.clear()

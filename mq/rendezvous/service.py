@@ -76,7 +76,6 @@ class Service:
         self.address = format_address(*listener.getsockname()[:2])
         self.rejected = 0
         """Connections dropped because of what they sent, or did not send in time."""
-        self._id = secrets.token_hex(8)
         self._listener = listener
         self._secret = secret
         self._settled_at = time.monotonic() + (HAND_OVER_SECONDS if succeeds else 0.0)
@@ -255,9 +254,7 @@ class Service:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             store = self._group(_text(request, "group"))
-            return self._perform(store, request) | {
-                "version": f"{self._id}-{store.version()}"
-            }
+            return self._perform(store, request) | {"version": store.version()}
         except ValueError as error:  # its sender's mistake, and its to report
             return {"error": str(error)}
 
@@ -283,7 +280,7 @@ class Service:
     def _group(self, name: str) -> MemoryStore:
         if name not in self._groups and len(self._groups) >= MAX_GROUPS:
             for other, store in list(self._groups.items()):
-                if store.is_empty():
+                if store.has_ended():
                     del self._groups[other]
             if len(self._groups) >= MAX_GROUPS:
                 raise ValueError(f"the service has {MAX_GROUPS} groups already")
