@@ -136,6 +136,7 @@ def join(
                 group=settings.group,
                 secret=settings.secret,
                 timeout=settings.connect_timeout,
+                until=deadline,
             )
         secret = settings.secret or (meeting.secret if meeting is not None else b"")
         check_listen(settings, link, secret)
@@ -159,6 +160,7 @@ def join(
             arrival = Arrival(settings, driver, link, meeting, deadline)
             joined.record = arrival.claim()
             arrival.greet_all()
+            meeting.arrived()
         dial_explicit(settings, driver, deadline)
         driver.run(link.connected)
     except BaseException:

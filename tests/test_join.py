@@ -9,6 +9,7 @@ import math
 import os
 import re
 import socket
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import mq
 from mq.errors import TransportUnavailable
 from mq.join import check_descriptors
 from mq.rendezvous import open_rendezvous
+from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.record import Entry
 
 __all__ = ["nng_runs"]
@@ -213,6 +215,29 @@ def test_who_is_new_at_a_rendezvous_service_is_dialled_at_once() -> None:
             assert driver.wait_until(
                 lambda: any(dial.name == "b" for dial in dials), 20
             )
+
+
+def test_connect_has_one_deadline_at_the_rendezvous(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For all that it asks there; what a member asks later has time of its own."""
+    deadlines: list[float] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(store: DirectoryStore, *args: object, **more: object) -> Any:
+            deadlines.append(store.deadline())
+            return call(store, *args, **more)
+
+        return ask
+
+    monkeypatch.setattr(DirectoryStore, "claim", noted(DirectoryStore.claim))
+    monkeypatch.setattr(DirectoryStore, "records", noted(DirectoryStore.records))
+    with mq.connect("tcp", group="deadline") as member:
+        claim, records = deadlines[:2]
+        assert claim == records
+        assert member._joined.meeting is not None
+        member._joined.meeting.records()
+        assert deadlines[-1] > records
 
 
 def _connected(options: dict[str, Any], pipe: Connection) -> None:

@@ -509,6 +509,26 @@ def test_a_displaced_member_cannot_return_to_a_new_service() -> None:
             assert new.records()[0].record.incarnation == "b" * 16
 
 
+def test_all_calls_of_a_connect_have_one_deadline() -> None:
+    """What one has used is not there for the next, until the member has arrived."""
+    port = free_port()
+    spec = f"tcp://127.0.0.1:{port}"
+    with process_of(_host, port, False) as (host, pipe):
+        assert pipe.recv() == "hosting"
+        limits = {"timeout": DEADLINE, "until": time.monotonic() + 1.0}
+        with contextlib.closing(
+            open_rendezvous(spec, group="g", secret=SECRET, **limits)
+        ) as member:
+            freeze(host.pid)
+            for _ in range(2):
+                with pytest.raises(PeerLost, match="answer"):
+                    member.records()
+            assert time.monotonic() < limits["until"] + DEADLINE / 2
+            os.kill(host.pid, signal.SIGCONT)
+            member.arrived()
+            assert names(member) == ["host"]
+
+
 def test_close_in_one_thread_ends_a_call_in_another() -> None:
     """`close` does not wait for a service that does not answer."""
     port = free_port()

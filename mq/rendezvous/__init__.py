@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import select
 import threading
+import time
 from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
@@ -144,6 +146,10 @@ class Rendezvous:
         paths = [address.partition("://")[2] for address in record.addresses]
         return any(os.path.dirname(path) == self.directory for path in paths)
 
+    def arrived(self) -> None:
+        """From now on each call may take the time-out: the member is connected."""
+        self._store.until = math.inf
+
     def close(self) -> None:
         """Give back the names of this process and free everything. Idempotent.
 
@@ -157,6 +163,7 @@ class Rendezvous:
         with self._lock:
             mine, self._mine = self._mine, {}
         self._store.timeout = min(self._store.timeout, 1.0)
+        self._store.until = time.monotonic() + self._store.timeout
         try:
             for record in mine.values():
                 self._store.remove(record.name, record.incarnation)
@@ -293,7 +300,12 @@ class _Worker:
 
 
 def open_rendezvous(
-    spec: str | None, *, group: str, secret: bytes | None, timeout: float
+    spec: str | None,
+    *,
+    group: str,
+    secret: bytes | None,
+    timeout: float,
+    until: float = math.inf,
 ) -> Rendezvous:
     """Open the rendezvous of a group.
 
@@ -304,6 +316,8 @@ def open_rendezvous(
         group: Name of the group, 1 to 100 printable characters.
         secret: What all members know, if anything.
         timeout: Seconds for opening, and for each later call.
+        until: By `time.monotonic`, when opening, and all calls before `arrived`, must
+            have ended.
 
     Raises:
         ValueError: `spec` or `group` is malformed.
@@ -313,30 +327,36 @@ def open_rendezvous(
         TransportUnavailable: It cannot be used from here.
     """
     check_group(group)
-    return Rendezvous(_open_store(spec, group, secret, timeout))
+    return Rendezvous(_open_store(spec, group, secret, timeout, until))
 
 
 def _open_store(
-    spec: str | None, group: str, secret: bytes | None, timeout: float
+    spec: str | None, group: str, secret: bytes | None, timeout: float, until: float
 ) -> Store:
     from mq.rendezvous import directory, paths
 
     if spec is None:
         base = paths.local_base()
-        return directory.DirectoryStore(base, group, shared=False, timeout=timeout)
+        return directory.DirectoryStore(
+            base, group, shared=False, timeout=timeout, until=until
+        )
     scheme = spec.partition("://")[0]
     if scheme == "file":
         base = _shared_path(spec)
-        return directory.DirectoryStore(base, group, shared=True, timeout=timeout)
+        return directory.DirectoryStore(
+            base, group, shared=True, timeout=timeout, until=until
+        )
     if scheme == "tcp":
         from mq.rendezvous import tcp
 
         host, port = tcp.parse_address(spec)
-        return tcp.TcpStore(host, port, group=group, secret=secret, timeout=timeout)
+        return tcp.TcpStore(
+            host, port, group=group, secret=secret, timeout=timeout, until=until
+        )
     if spec == "env://":
         from mq.rendezvous.torchrun import TorchrunStore
 
-        return TorchrunStore(group, timeout)
+        return TorchrunStore(group, timeout, until=until)
     raise ValueError(
         f"unknown rendezvous {spec!r}; known are tcp://host:port, file:///shared/path, "
         "env:// (torchrun), and none at all for the members of one host"

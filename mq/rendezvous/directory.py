@@ -18,6 +18,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import math
 import os
 import re
 import secrets
@@ -31,6 +32,7 @@ from mq import forks
 from mq.descriptors import out_of_descriptors
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
 from mq.rendezvous.paths import (
+    check_shared,
     make_private,
     remove_files,
     remove_if_deserted,
@@ -62,15 +64,23 @@ class DirectoryStore(CellStore[_File]):
             as needed, and checked; a shared one must exist.
         group: Name of the group.
         shared: Whether `base` is on a file system that other hosts see too.
-        timeout: Seconds to wait for a last member that is just removing the directory.
+        timeout, until: As of any store, to wait for who is removing the directory.
 
     Raises:
         TransportUnavailable: The directory belongs to somebody else, is open to
             others, or cannot be used.
     """
 
-    def __init__(self, base: str, group: str, *, shared: bool, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(
+        self,
+        base: str,
+        group: str,
+        *,
+        shared: bool,
+        timeout: float,
+        until: float = math.inf,
+    ) -> None:
+        self.timeout, self.until = timeout, until
         self.path = os.path.join(base, safe_name(group))
         self.directory = None if shared else self.path
         self.slow = shared
@@ -107,19 +117,13 @@ class DirectoryStore(CellStore[_File]):
 
     def _enter(self) -> None:
         """Make the directory where needed, and hold its lock."""
-        deadline = time.monotonic() + self.timeout
+        deadline = self.deadline()
         pause = threading.Event()
         while True:
-            if not self._shared:
+            if self._shared:
+                check_shared(self._base)
+            else:
                 make_private(self._base)
-            elif not os.path.isdir(self._base):
-                problem = "does not exist; create it"
-                if os.path.exists(self._base):
-                    problem = "is not a directory; give one"
-                raise TransportUnavailable(
-                    f"the rendezvous directory {self._base} {problem}, on a file "
-                    "system that all members see"
-                )
             try:
                 make_private(self.path)
                 if self._try_lock():

@@ -38,6 +38,23 @@ def local_base() -> str:
     )
 
 
+def check_shared(path: str) -> None:
+    """Check a directory that members of several hosts were told to meet in.
+
+    Raises:
+        TransportUnavailable: There is none.
+    """
+    if os.path.isdir(path):
+        return
+    problem = "does not exist; create it"
+    if os.path.exists(path):
+        problem = "is not a directory; give one"
+    raise TransportUnavailable(
+        f"the rendezvous directory {path} {problem}, on a file system that all "
+        "members see"
+    )
+
+
 def make_private(path: str) -> None:
     """Make a directory only this user can enter, or check that it is one.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -33,7 +34,7 @@ class Store(ABC):
     """Keeps the records of one group. `Rendezvous` is the front that members use.
 
     Every method may be called from any thread and takes at most `timeout`
-    seconds. A store that cannot be reached raises `PeerLost`.
+    seconds, and never beyond `until`. A store that cannot be reached raises `PeerLost`.
 
     Attributes:
         secret: The group's default secret; b"" where the store keeps none.
@@ -42,6 +43,8 @@ class Store(ABC):
         slow: Whether a call may take long, so that it must not be made by a thread
             that has other duties.
         timeout: Seconds that any call may take.
+        until: When the last call must have ended, by `time.monotonic`, while a member
+            connects: many calls have one deadline then.
     """
 
     secret: bytes
@@ -49,6 +52,11 @@ class Store(ABC):
     description: str
     slow: bool = True
     timeout: float
+    until: float = math.inf
+
+    def deadline(self) -> float:
+        """When a call that begins now must have ended."""
+        return min(time.monotonic() + self.timeout, self.until)
 
     @abstractmethod
     def claim(self, record: Record, *, replaces: str | None = None) -> Claim: ...
@@ -139,7 +147,7 @@ class CellStore(Store, Generic[Token]):
 
     def _retry(self, step: Callable[[], T | None], name: str) -> T:
         # A step fails only because another member's succeeded, so this ends soon.
-        deadline = time.monotonic() + self.timeout
+        deadline = self.deadline()
         while True:
             result = step()
             if result is not None:

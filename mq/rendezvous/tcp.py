@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import math
 import socket
 import threading
 import time
@@ -132,17 +133,25 @@ class TcpStore(Store):
         port: Its port.
         group: Name of the group.
         secret: What all members know; None only on loopback.
-        timeout: Seconds that any call may take.
+        timeout, until: As of any store.
     """
 
     directory = None
 
     def __init__(
-        self, host: str, port: int, *, group: str, secret: bytes | None, timeout: float
+        self,
+        host: str,
+        port: int,
+        *,
+        group: str,
+        secret: bytes | None,
+        timeout: float,
+        until: float = math.inf,
     ) -> None:
-        deadline = time.monotonic() + timeout
-        self._group = group
         self.timeout = timeout
+        self.until = until
+        deadline = self.deadline()
+        self._group = group
         self._stopped = threading.Event()
         self._mutex = threading.Lock()
         self._channel: Channel | None = None
@@ -160,7 +169,7 @@ class TcpStore(Store):
         if secret:
             self._secret = self.secret = secret
         else:
-            self._keyring = _open_keyring(self._address, timeout)
+            self._keyring = _open_keyring(self._address, deadline - time.monotonic())
             self._secret = self._keyring.secret
             purpose = b"mq group " + group.encode()
             self.secret = hmac.new(self._secret, purpose, hashlib.sha256).digest()
@@ -235,7 +244,7 @@ class TcpStore(Store):
 
     def _call(self, **request: Any) -> dict[str, Any]:
         """Ask the service, or whoever hosts it next; every request may be repeated."""
-        deadline = time.monotonic() + self.timeout
+        deadline = self.deadline()
         request["group"] = self._group
         with self._turn(deadline):
             while True:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib
 import json
+import math
 import os
 import socket
 import threading
@@ -61,7 +62,7 @@ class TorchrunStore(CellStore[_Stored]):
 
     Args:
         group: Name of the group.
-        timeout: Seconds that any call may take.
+        timeout, until: As of any store.
         environ: Where torchrun's variables are; default `os.environ`.
 
     Raises:
@@ -74,11 +75,17 @@ class TorchrunStore(CellStore[_Stored]):
     directory = None
 
     def __init__(
-        self, group: str, timeout: float, environ: Mapping[str, str] | None = None
+        self,
+        group: str,
+        timeout: float,
+        environ: Mapping[str, str] | None = None,
+        *,
+        until: float = math.inf,
     ) -> None:
         environ = os.environ if environ is None else environ
         host, port = _master(environ)
         self.timeout = timeout
+        self.until = until
         self.description = f"torchrun's store at {host}:{port}"
         run = [
             environ.get("TORCHELASTIC_RUN_ID", ""),
@@ -93,7 +100,7 @@ class TorchrunStore(CellStore[_Stored]):
         self._warn = WarnOnce()
         self._store: _KeyValues | None = None
         forks.register(self)
-        deadline = time.monotonic() + timeout
+        deadline = self.deadline()
         self._await_listener(host, port, deadline)
         self._store = self._open(host, port, deadline)
 
@@ -234,7 +241,7 @@ class TorchrunStore(CellStore[_Stored]):
         store = self._store
         if store is None:
             raise PeerLost(f"{self.description} is closed", self.description)
-        deadline = time.monotonic() + self.timeout
+        deadline = self.deadline()
         try:
             self._take_turn(deadline)
             work = functools.partial(self._work, call, store)
