@@ -177,6 +177,26 @@ def test_a_shared_directory_must_be_one(runtime: Path) -> None:
         meet(f"file://{runtime}/file")
 
 
+def test_a_shared_directory_behind_a_closed_one_may_exist(runtime: Path) -> None:
+    """To create it would be no remedy where this user may not look."""
+    closed = runtime / "closed"
+    closed.mkdir(mode=0o000)
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # root may look everywhere
+    try:
+        with pytest.raises(TransportUnavailable, match="may not enter; give one"):
+            place.check_shared(f"{closed}/shared")
+    finally:
+        os.seteuid(user)
+
+
+def test_a_path_that_leads_nowhere_is_no_missing_directory(runtime: Path) -> None:
+    """The error says what the system says."""
+    Path(runtime, "loop").symlink_to(Path(runtime, "loop"))
+    with pytest.raises(TransportUnavailable, match=r"Too many levels.*give one"):
+        meet(f"file://{runtime}/loop")
+
+
 def test_a_file_system_that_takes_no_directories_is_no_race(runtime: Path) -> None:
     """It says that there is no such file, as where the last member has just left."""
     with pytest.raises(TransportUnavailable, match=r"cannot meet in /proc.*another"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -44,11 +45,16 @@ def check_shared(path: str) -> None:
     Raises:
         TransportUnavailable: There is none.
     """
-    if os.path.isdir(path):
-        return
     problem = "does not exist; create it"
-    if os.path.exists(path):
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            return
         problem = "is not a directory; give one"
+    except PermissionError:
+        problem = "is in one that this user may not enter; give one"
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            problem = f"cannot be used ({error.strerror}); give one"
     raise TransportUnavailable(
         f"the rendezvous directory {path} {problem}, on a file system that all "
         "members see"
