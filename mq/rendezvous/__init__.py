@@ -371,6 +371,11 @@ def _shared_path(spec: str) -> str:
             f"rendezvous {spec!r} is not of the form file:///shared/path: three "
             "slashes and an absolute path"
         )
+    if "?" in spec or "#" in spec:
+        raise ValueError(
+            f"rendezvous {spec!r} has a '?' or '#', which no file:// address has; in a "
+            "path write %3F and %23, and give each group a group= of its own"
+        )
     return path
 
 
