@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 
 import pytest
 from meeting import (
+    DEADLINE,
     free_port,
     libuv,
     record,
@@ -41,6 +43,27 @@ def test_env_gives_up_in_time_where_no_store_listens() -> None:
     with pytest.raises(ConnectTimeout, match="nobody listens at torchrun's store"):
         torchrun.TorchrunStore("g", 0.5, environ)
     assert time.monotonic() - begin < 10
+
+
+def test_env_names_an_unknown_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens there, but that is not what is wrong."""
+
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    environ = dict.fromkeys(torchrun.VARIABLES, "1")
+    environ["MASTER_ADDR"] = "unknown.invalid"
+    with pytest.raises(ConnectTimeout, match=r"'unknown.invalid' .* no known host"):
+        torchrun.TorchrunStore("g", 0.5, environ)
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_env_refuses_what_can_be_no_host(host: str) -> None:
+    """No time will make it one."""
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": host}
+    with pytest.raises(ValueError, match=f"MASTER_ADDR '{host}' can be no host"):
+        torchrun.TorchrunStore("g", DEADLINE, environ)
 
 
 def test_env_does_not_see_an_earlier_attempt(store_port: int) -> None:

@@ -106,6 +106,7 @@ class TorchrunStore(CellStore[_Stored]):
 
     def _await_listener(self, host: str, port: int, deadline: float) -> None:
         """Wait until somebody listens; TCPStore's own wait cannot be interrupted."""
+        problem = f"nobody listens at {self.description}"
         while True:
             remaining = deadline - time.monotonic()
             try:
@@ -117,11 +118,14 @@ class TorchrunStore(CellStore[_Stored]):
                 )
                 return
             except OSError as error:
+                # A cluster may give its hosts their names only after they have started.
+                if isinstance(error, socket.gaierror):
+                    problem = f"{host!r} of {self.description} is no known host"
                 if remaining <= 0 or isinstance(error, ConnectTimeout):
                     raise ConnectTimeout(
-                        f"nobody listens at {self.description} (MASTER_ADDR and "
-                        "MASTER_PORT); start under torchrun, let rank 0 start its "
-                        "store first, or give another rendezvous"
+                        f"{problem} (MASTER_ADDR and MASTER_PORT); start under "
+                        "torchrun, let rank 0 start its store first, or give "
+                        "another rendezvous"
                     ) from error
             self._stopped.wait(min(_RETRY_SECONDS, remaining))
 
@@ -278,7 +282,12 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int]:
         port = 0
     if not 0 < port < 65536:
         raise ValueError(f"MASTER_PORT {environ['MASTER_PORT']!r} is no port number")
-    return environ["MASTER_ADDR"], port
+    host = environ["MASTER_ADDR"]
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"MASTER_ADDR {host!r} can be no host: {error}") from error
+    return host, port
 
 
 def _read_key(key: str, store: _KeyValues) -> str:
