@@ -331,6 +331,41 @@ def test_ctrl_c_ends_a_wait() -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_what_can_be_no_host_is_named(host: str) -> None:
+    """As any other host that is not known."""
+    spec = f"tcp://{host}:5"
+    with pytest.raises(TransportUnavailable, match=f"host '{host}' cannot be looked"):
+        open_rendezvous(spec, group="g", secret=SECRET, timeout=DEADLINE)
+
+
+def test_members_choose_the_same_of_the_addresses_of_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In whatever order a name server gives them; else each hosts its own service."""
+    port, orders = (
+        free_port(),
+        [("127.0.0.10", "127.0.0.9"), ("127.0.0.9", "127.0.0.10")],
+    )
+    found = []
+    with contextlib.ExitStack() as stack:
+        for name, hosts in zip("ab", orders, strict=True):
+            answer = [
+                (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))
+                for host in hosts
+            ]
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    socket, "getaddrinfo", lambda *a, found=answer, **k: found
+                )
+                spec = f"tcp://head.cluster:{port}"
+                member = open_rendezvous(spec, group="g", secret=SECRET, timeout=20.0)
+            stack.enter_context(contextlib.closing(member))
+            member.claim(record(name))
+            found = names(member)
+    assert found == ["a", "b"]
+
+
 def test_routable_addresses_need_a_secret() -> None:
     """Without a secret only loopback is served, as host and as member."""
     with pytest.raises(TransportUnavailable, match=r"needs a secret.*MQ_SECRET"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import secrets
 import select
@@ -29,6 +30,11 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return format_address(*self.sockaddr[:2])
+
+    def order(self) -> tuple[bool, bytes, tuple[Any, ...]]:
+        """What addresses of one name are sorted by: IPv4 first, then by number."""
+        number = ipaddress.ip_address(self.sockaddr[0].partition("%")[0])
+        return self.family != socket.AF_INET, number.packed, self.sockaddr
 
 
 class Channel:

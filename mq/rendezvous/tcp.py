@@ -15,14 +15,13 @@ import contextlib
 import hashlib
 import hmac
 import math
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from mq.addresses import is_loopback
+from mq.addresses import is_loopback, look_up
 from mq.errors import (
     AuthenticationFailed,
     ConnectTimeout,
@@ -62,21 +61,18 @@ def parse_address(spec: str) -> tuple[str, int]:
 def _resolve(
     host: str, port: int, deadline: float, stopped: threading.Event
 ) -> Address:
-    def look_up() -> Address:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # All members on this host must choose alike, also where IPv6 is half set up.
-        found.sort(key=lambda item: item[0] != socket.AF_INET)
-        return Address(found[0][0], found[0][4])
+    def choose() -> Address:
+        try:
+            found = look_up(host, port)
+        except OSError as error:
+            raise TransportUnavailable(f"no rendezvous: {error}") from error
+        # All members must choose alike, also where IPv6 is half set up, and where a
+        # name server gives the addresses of a name in turns.
+        return min((Address(*item) for item in found), key=Address.order)
 
-    try:
-        return bounded(
-            look_up, deadline, f"looking up the rendezvous host {host!r}", stopped
-        )
-    except socket.gaierror as error:
-        raise TransportUnavailable(
-            f"the rendezvous host {host!r} cannot be looked up: {error.strerror}; "
-            "check the spelling, or give its number"
-        ) from error
+    return bounded(
+        choose, deadline, f"looking up the rendezvous host {host!r}", stopped
+    )
 
 
 def _open_keyring(address: Address, timeout: float) -> DirectoryStore:
