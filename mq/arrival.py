@@ -69,7 +69,7 @@ class Arrival:
         Raises:
             ConnectRefused: Somebody else has it, or the group another backend.
             TransportUnavailable: Somebody has it whom the backend does not reach.
-            ConnectTimeout: Others took it again and again.
+            ConnectTimeout: Others took it again and again, or its holder is silent.
         """
         config = self._mesh.config
         record = rendezvous.Record(
@@ -93,9 +93,7 @@ class Arrival:
             self._check_fits(claim.holder)
             if self._is_alive(holder):
                 raise ConnectRefused(
-                    f"name {config.name!r} in group {config.group!r} is held by pid "
-                    f"{holder.process.pid} on {holder.process.host}; choose another "
-                    "name or end that process"
+                    f"{self._held(holder)}; choose another name or end that process"
                 )
             if time.monotonic() > self._deadline:
                 raise ConnectTimeout(
@@ -104,6 +102,12 @@ class Arrival:
                     f"{self._meeting.description}: others claim it too"
                 )
             replaces = holder.incarnation
+
+    def _held(self, holder: rendezvous.Record) -> str:
+        where = f"pid {holder.process.pid} on {holder.process.host}"
+        return (
+            f"name {holder.name!r} in group {self._settings.group!r} is held by {where}"
+        )
 
     def _check_fits(self, entry: Entry) -> None:
         """Raises: ConnectRefused, TransportUnavailable, if members cannot meet."""
@@ -136,13 +140,25 @@ class Arrival:
             watch.close()
 
     def _is_alive(self, record: rendezvous.Record) -> bool:
-        """Ask the holder of a name; silence for `PROBE_SECONDS` counts as death."""
+        """Ask the holder of a name; silence for `PROBE_SECONDS` counts as death.
+
+        Raises:
+            ConnectTimeout: It was silent, but the time to connect was up before.
+        """
         if self._has_ended(record):
             return False
         dial = self._dial(record, probe=True)
-        self._driver.wait_until(lambda: dial.done, PROBE_SECONDS)
+        left = max(0.0, self._deadline - time.monotonic())
+        answered = self._driver.wait_until(lambda: dial.done, min(left, PROBE_SECONDS))
         self._driver.run(lambda: self._mesh.greetings.cancel(dial))
         _raise_refusal(record.name, dial)
+        if not answered and left < PROBE_SECONDS:
+            raise ConnectTimeout(
+                f"{self._held(record)} and did not answer within "
+                f"{self._settings.connect_timeout:g} s; a silent holder gives it up "
+                f"after {PROBE_SECONDS:g} s: raise connect_timeout, choose another "
+                "name or end that process"
+            )
         welcome = dial.welcome
         return welcome is not None and welcome.incarnation == record.incarnation
 

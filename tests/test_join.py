@@ -8,6 +8,7 @@ import errno
 import math
 import os
 import re
+import signal
 import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -16,7 +17,14 @@ from typing import Any
 
 import pytest
 from fresh_python import output_of
-from meeting import eventually, free_port, names, no_descriptors, process_of
+from meeting import (
+    DEADLINE,
+    eventually,
+    free_port,
+    names,
+    no_descriptors,
+    process_of,
+)
 from nng_links import nng_runs
 from tls_files import tls_options
 
@@ -259,6 +267,17 @@ def test_newcomers_need_not_wait_for_a_member_that_was_given_up() -> None:
             assert sorted(names(meeting)) == ["a", "b"]
             child.kill()
             eventually(lambda: names(meeting) == ["a"])
+
+
+def test_a_silent_holder_of_a_name_is_named_when_the_time_is_up() -> None:
+    """It may live, and has not had the time in which it must answer."""
+    options: dict[str, Any] = {"group": f"silent-{os.getpid()}"}
+    with process_of(_connected, options) as (child, pipe):
+        assert pipe.recv() == "connected"
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        with pytest.raises(mq.ConnectTimeout, match=f"'b'.* held by pid {child.pid}"):
+            mq.connect("tcp", name="b", connect_timeout=0.3, **options)
 
 
 def test_who_is_out_of_reach_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
