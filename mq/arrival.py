@@ -300,6 +300,11 @@ def _raise_refusal(name: str, dial: Dial) -> None:
         return
     who = repr(name) if name else "the member"
     text = f"{who} at {dial.address} refused this member: {dial.error}"
+    if dial.refusal == hs.SELF:
+        raise ConnectRefused(
+            f"{dial.address} of attach_to is this member's own address; give those of "
+            "other members"
+        )
     if dial.refusal == hs.LINK:
         text = f"{who} at {dial.address} and this member do not fit: {dial.error}"
     if dial.refusal == hs.SECRET:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -278,6 +279,16 @@ def test_a_silent_holder_of_a_name_is_named_when_the_time_is_up() -> None:
         os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(mq.ConnectTimeout, match=f"'b'.* held by pid {child.pid}"):
             mq.connect("tcp", name="b", connect_timeout=0.3, **options)
+
+
+def test_a_member_cannot_attach_to_itself() -> None:
+    """Nor would it ever reach itself, so it is told at once."""
+    own, begin = f"tcp://127.0.0.1:{free_port()}", time.monotonic()
+    with pytest.raises(mq.ConnectRefused, match=f"{own} of attach_to is this member's"):
+        mq.connect(
+            "tcp", group="g", listen=own, attach_to=own, connect_timeout=DEADLINE
+        )
+    assert time.monotonic() - begin < DEADLINE / 2
 
 
 def test_who_is_out_of_reach_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> None:

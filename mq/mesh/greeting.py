@@ -29,7 +29,7 @@ STRANGER_BYTES: Final = 1 << 20
 FAILED_ROUNDS: Final = 8
 """Of a dial that took some two seconds: then it is no collision of two dials."""
 FATAL: Final = frozenset(
-    {hs.VERSION, hs.SECRET, hs.GROUP, hs.BACKEND, hs.NAME_TAKEN, hs.REPLACED}
+    {hs.VERSION, hs.SECRET, hs.GROUP, hs.BACKEND, hs.NAME_TAKEN, hs.REPLACED, hs.SELF}
 )
 """Refusals that no repetition changes."""
 FINAL: Final = frozenset({hs.SELF, hs.LEAVING, hs.RESET})
