@@ -12,6 +12,7 @@ from mq.errors import (
     AuthenticationFailed,
     ConnectRefused,
     ConnectTimeout,
+    PeerLost,
     TransportUnavailable,
 )
 from mq.mesh import handshake as hs
@@ -171,8 +172,14 @@ class Arrival:
             ConnectTimeout, ConnectRefused, AuthenticationFailed, TransportUnavailable:
                 Not with all of them.
         """
+        waiting: list[Entry] = []
         while True:
-            waiting = self._greet_recorded()
+            try:
+                waiting = self._greet_recorded()
+            except PeerLost as error:  # maybe only as there is no time for an answer
+                if waiting and time.monotonic() >= self._deadline:
+                    raise ConnectTimeout(self._explain(waiting)) from error
+                raise
             if not waiting:
                 return
             self._raise_refusals()

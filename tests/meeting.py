@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import multiprocessing
+import os
 import resource
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -76,6 +78,12 @@ def no_descriptors() -> contextlib.AbstractContextManager[None]:
 def no_space() -> contextlib.AbstractContextManager[None]:
     """This process can write nothing into files meanwhile, as on a full disk."""
     return _limited(resource.RLIMIT_FSIZE, 0)
+
+
+def freeze(pid: int) -> None:
+    """Stop a child process; a signal alone takes effect some time later."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def free_port() -> int:

@@ -8,7 +8,6 @@ import errno
 import math
 import os
 import re
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from meeting import (
     DEADLINE,
     eventually,
     free_port,
+    freeze,
     names,
     no_descriptors,
     process_of,
@@ -275,10 +275,22 @@ def test_a_silent_holder_of_a_name_is_named_when_the_time_is_up() -> None:
     options: dict[str, Any] = {"group": f"silent-{os.getpid()}"}
     with process_of(_connected, options) as (child, pipe):
         assert pipe.recv() == "connected"
-        os.kill(child.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        freeze(child.pid)
         with pytest.raises(mq.ConnectTimeout, match=f"'b'.* held by pid {child.pid}"):
             mq.connect("tcp", name="b", connect_timeout=0.3, **options)
+
+
+def test_who_could_not_be_greeted_in_time_is_named() -> None:
+    """Also where the time ends in a question to the rendezvous."""
+    where = {"group": "g", "rendezvous": f"tcp://127.0.0.1:{free_port()}"}
+    with (
+        mq.connect("tcp", name="a", **where),
+        process_of(_connected, where) as (child, pipe),
+    ):
+        assert pipe.recv() == "connected"
+        freeze(child.pid)
+        with pytest.raises(mq.ConnectTimeout, match=r"could not greet .* 'b'"):
+            mq.connect("tcp", name="c", connect_timeout=1.5, **where)
 
 
 def test_a_member_cannot_attach_to_itself() -> None:

@@ -21,6 +21,7 @@ from meeting import (
     DEADLINE,
     eventually,
     free_port,
+    freeze,
     names,
     process_of,
     record,
@@ -495,12 +496,6 @@ def test_a_forked_child_does_not_keep_the_address() -> None:
                 eventually(lambda: names(survivor) == ["survivor"])
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-def freeze(pid: int) -> None:
-    """Stop a child process; a signal alone takes effect some time later."""
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def test_a_host_that_stands_still_stops_no_keeper() -> None:
