@@ -32,10 +32,28 @@ DEFAULT_LEASE: Final = 20.0
 """Seconds a record lives without renewal where `peer_timeout` is None."""
 
 
-def lease_seconds(settings: Settings) -> float:
+def lease_seconds(peer_timeout: float | None) -> float:
     """How long a member is recorded without renewal."""
-    timeout = settings.peer_timeout
-    return DEFAULT_LEASE if timeout is None else 2 * timeout
+    return DEFAULT_LEASE if peer_timeout is None else 2 * peer_timeout
+
+
+def record_of(member: hs.Greeting) -> rendezvous.Record:
+    """What a member writes at the rendezvous.
+
+    Raises:
+        ValueError: What it tells of itself fits no record.
+    """
+    return rendezvous.Record(
+        name=member.name,
+        incarnation=member.incarnation,
+        generation=member.generation,
+        backend=member.backend,
+        addresses=tuple(member.addresses),
+        process=member.process,
+        labels=tuple(member.labels),
+        since=member.since,
+        lease=lease_seconds(member.peer_timeout),
+    )
 
 
 def within_reach(link: Link, other: process.ProcessId) -> bool:
@@ -73,17 +91,7 @@ class Arrival:
             ConnectTimeout: Others took it again and again, or its holder is silent.
         """
         config = self._mesh.config
-        record = rendezvous.Record(
-            name=config.name,
-            incarnation=config.incarnation,
-            generation=0,
-            backend=config.backend,
-            addresses=tuple(config.addresses),
-            process=config.process,
-            labels=tuple(config.labels),
-            since=config.since,
-            lease=lease_seconds(self._settings),
-        )
+        record = record_of(config.greeting())
         replaces: str | None = None
         while True:
             claim = self._meeting.claim(record, replaces=replaces)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mq import forks, process, registry, rendezvous
-from mq.arrival import Arrival, dial_explicit, lease_seconds, within_reach
+from mq.arrival import Arrival, dial_explicit, lease_seconds, record_of, within_reach
 from mq.descriptors import free_descriptors
 from mq.errors import TransportUnavailable
 from mq.log import Log
@@ -24,6 +24,7 @@ from mq.transport import LINGER_SECONDS
 if TYPE_CHECKING:
     from mq.buffers import Pool
     from mq.codec import Codec
+    from mq.mesh.handshake import Greeting
     from mq.rendezvous import Entry, Rendezvous
     from mq.settings import Settings
     from mq.transport import Link
@@ -81,6 +82,25 @@ class Joined:
             meeting.sweep(peer.name, peer.incarnation, proven=proven)
         for entry in meeting.recent():
             self._greet(entry)
+
+    def present(self) -> list[rendezvous.Record]:
+        """Of whom this member is in session with, and who may be found by others."""
+        mesh = self.driver.mesh
+
+        def peers() -> list[Greeting]:
+            return [
+                session.peer
+                for session in mesh.sessions.values()
+                if session.introduced
+                and session.peer.generation
+                and not (session.watch and session.watch.ended())
+            ]
+
+        records = []
+        for peer in self.driver.look(peers):
+            with contextlib.suppress(ValueError):  # nor has it written one
+                records.append(record_of(peer))
+        return records
 
     def _greet(self, entry: Entry) -> None:
         """Dial a member that the rendezvous did not know of when this one joined."""
@@ -152,9 +172,11 @@ def join(
         stopper.on_stop(driver.end_calls)
         joined = Joined(driver, link, poller, meeting, None, addresses, pool)
         driver.upkeep = joined.upkeep
-        driver.upkeep_seconds = min(lease_seconds(settings) / 4, MOST_UPKEEP_SECONDS)
+        lease = lease_seconds(settings.peer_timeout)
+        driver.upkeep_seconds = min(lease / 4, MOST_UPKEEP_SECONDS)
         if meeting is not None:
             meeting.on_news = driver.upkeep_soon
+            meeting.present = joined.present
         driver.start()
         if meeting is not None:
             arrival = Arrival(settings, driver, link, meeting, deadline)

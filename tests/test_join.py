@@ -249,6 +249,19 @@ def test_connect_has_one_deadline_at_the_rendezvous(
         assert deadlines[-1] > records
 
 
+def test_a_member_knows_the_records_of_its_peers() -> None:
+    """So it can tell a rendezvous that has lost them, if they do not themselves."""
+    group = f"records-{os.getpid()}"
+    with (
+        mq.connect("tcp", group=group, name="a", labels=["x"]) as one,
+        mq.connect("tcp", group=group, name="b", peer_timeout=3.0, labels=["y"]),
+    ):
+        meeting = one._joined.meeting
+        assert meeting is not None
+        theirs = [e.record for e in meeting.records() if e.record.name == "b"]
+        assert one._joined.present() == meeting.present() == theirs
+
+
 def _connected(options: dict[str, Any], pipe: Connection) -> None:
     """Be a member until the process is ended."""
     with mq.connect("tcp", name="b", **options):

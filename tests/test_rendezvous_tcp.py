@@ -470,6 +470,21 @@ def test_who_joins_during_a_hand_over_misses_nobody(
                     assert found == ["survivor", ["newcomer", "survivor"]]
 
 
+def test_who_takes_over_tells_of_those_who_cannot_announce_themselves() -> None:
+    """A member whose interpreter stands still is there, and would hear of newcomers."""
+    port = free_port()
+    with process_of(_host, port, False) as (host, pipe):
+        assert pipe.recv() == "hosting"
+        with contextlib.closing(meet(port)) as survivor:
+            survivor.present = lambda: [record("stalled", "2", generation=1)]
+            survivor.claim(record("survivor", "1"))
+            host.kill()
+            host.join(DEADLINE)
+            eventually(lambda: survivor._store._service is not None)
+            with contextlib.closing(meet(port)) as newcomer:
+                assert names(newcomer) == ["stalled", "survivor"]
+
+
 def test_a_fresh_group_does_not_wait_for_earlier_members(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

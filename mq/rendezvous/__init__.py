@@ -10,7 +10,6 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from urllib.parse import unquote, urlsplit
 
 from mq import forks
 from mq.errors import MQError
@@ -47,14 +46,18 @@ class Rendezvous:
         description: What and where it is, for people to read.
         on_news: Called by the rendezvous' thread, where it has one, when there is
             something new in `recent`.
+        present: Called by any thread for the records of members that are known to be
+            there, whatever the store has forgotten.
     """
 
     def __init__(self, store: Store) -> None:
         self.on_news: Callable[[], None] = lambda: None
+        self.present: Callable[[], list[Record]] = list
         self.secret = store.secret
         self.directory = store.directory
         self.description = store.description
         self._store = store
+        store.present = lambda: self.present()
         self._pid = os.getpid()
         self._mine: dict[str, Record] = {}
         self._lost: set[str] = set()
@@ -342,7 +345,7 @@ def _open_store(
         )
     scheme = spec.partition("://")[0]
     if scheme == "file":
-        base = _shared_path(spec)
+        base = paths.shared_path(spec)
         return directory.DirectoryStore(
             base, group, shared=True, timeout=timeout, until=until
         )
@@ -361,22 +364,6 @@ def _open_store(
         f"unknown rendezvous {spec!r}; known are tcp://host:port, file:///shared/path, "
         "env:// (torchrun), and none at all for the members of one host"
     )
-
-
-def _shared_path(spec: str) -> str:
-    parts = urlsplit(spec)
-    path = unquote(parts.path)
-    if parts.netloc not in ("", "localhost") or len(path) < 2 or "\0" in path:
-        raise ValueError(
-            f"rendezvous {spec!r} is not of the form file:///shared/path: three "
-            "slashes and an absolute path"
-        )
-    if "?" in spec or "#" in spec:
-        raise ValueError(
-            f"rendezvous {spec!r} has a '?' or '#', which no file:// address has; in a "
-            "path write %3F and %23, and give each group a group= of its own"
-        )
-    return path
 
 
 def check_group(group: str) -> None:

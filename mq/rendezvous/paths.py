@@ -11,6 +11,7 @@ import re
 import stat
 import tempfile
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
 from mq.errors import TransportUnavailable
 
@@ -21,6 +22,27 @@ def safe_name(group: str) -> str:
     """A short file name for a group: readable in part, and different for each group."""
     digest = hashlib.sha256(group.encode()).hexdigest()[:16]
     return f"{re.sub('[^A-Za-z0-9_]', '_', group)[:12]}-{digest}"
+
+
+def shared_path(spec: str) -> str:
+    """The directory of ``file:///path``.
+
+    Raises:
+        ValueError: It has another form.
+    """
+    parts = urlsplit(spec)
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or len(path) < 2 or "\0" in path:
+        raise ValueError(
+            f"rendezvous {spec!r} is not of the form file:///shared/path: three "
+            "slashes and an absolute path"
+        )
+    if "?" in spec or "#" in spec:
+        raise ValueError(
+            f"rendezvous {spec!r} has a '?' or '#', which no file:// address has; in a "
+            "path write %3F and %23, and give each group a group= of its own"
+        )
+    return path
 
 
 def local_base() -> str:

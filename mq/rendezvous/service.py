@@ -14,7 +14,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from mq import forks
@@ -63,6 +64,7 @@ class Service:
         listener: A socket that listens; the service owns it from now on.
         secret: What clients must know, at least one byte.
         succeeds: Whether clients of an earlier service may still have to come over.
+        records: Of members that are known to be there, by group.
         on_close: Called once when the service is closed.
     """
 
@@ -71,6 +73,7 @@ class Service:
         listener: socket.socket,
         secret: bytes,
         succeeds: bool,
+        records: Mapping[str, Sequence[Record]] = MappingProxyType({}),
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = format_address(*listener.getsockname()[:2])
@@ -81,6 +84,10 @@ class Service:
         self._settled_at = time.monotonic() + (HAND_OVER_SECONDS if succeeds else 0.0)
         self._on_close = on_close
         self._groups: dict[str, MemoryStore] = {}
+        for group, members in records.items():
+            for record in members:
+                with contextlib.suppress(ValueError):  # there is no room for it
+                    self._group(group).renew(record)
         self._connections: set[_Connection] = set()
         self._warn = WarnOnce()
         self._closing = False

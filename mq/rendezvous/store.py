@@ -45,6 +45,8 @@ class Store(ABC):
         timeout: Seconds that any call may take.
         until: When the last call must have ended, by `time.monotonic`, while a member
             connects: many calls have one deadline then.
+        present: Tells records of members that are there, for a store that begins
+            anew in place of one of which they may not have noticed the end.
     """
 
     secret: bytes
@@ -53,6 +55,7 @@ class Store(ABC):
     slow: bool = True
     timeout: float
     until: float = math.inf
+    present: Callable[[], list[Record]] = list
 
     def deadline(self) -> float:
         """When a call that begins now must have ended."""

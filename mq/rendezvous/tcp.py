@@ -306,9 +306,11 @@ class TcpStore(Store):
             listener, succeeds = listen(*self._address)
         except OSError:
             return False
-        # Who had an answer of an earlier service is not its only client.
-        succeeds = succeeds or bool(self._version)
-        self._service = Service(listener, self._secret, succeeds)
+        if self._version:  # so there was an earlier service, with others that it knew
+            records = {self._group: self.present()}
+            self._service = Service(listener, self._secret, True, records)
+        else:
+            self._service = Service(listener, self._secret, succeeds)
         return True
 
     def _announce(self, channel: Channel, deadline: float) -> None:
