@@ -12,6 +12,7 @@ import zmq
 from link_fixtures import own_temporary_directory
 from link_world import World
 
+from mq.addresses import split
 from mq.mesh.poller import Poller
 from mq.transport import What
 from transports import _zmq_doors
@@ -90,18 +91,27 @@ def test_where_there_is_no_door_it_goes_unasked(tmp_path: os.PathLike[str]) -> N
     context.destroy(linger=0)
 
 
-def test_two_sockets_at_one_port_share_a_door() -> None:
-    """Of two addresses of this host: both are dialled."""
-    with World(on("tcp")) as world:
-        address = world.members[0].addresses[0]
-        link = ZmqLink(wires=("tcp",))
+@pytest.mark.parametrize("listened", ["0.0.0.0", "127.0.0.2"])
+def test_a_door_is_that_of_the_address_that_is_dialled(
+    listened: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every one where all are listened on, but of none beside it otherwise."""
+    limit(monkeypatch, 0)
+    with World(on("tcp"), 1) as world:
+        (ours,) = world.members
         poller = Poller()
+        theirs = ZmqLink(wires=("tcp",))
+        theirs.insecure = True
         try:
-            link.open(poller, [address.replace("127.0.0.1", "127.0.0.2")], None)
+            (at,) = theirs.open(poller, [f"tcp://{listened}:0"], None)
+            conn = ours.link.dial(f"tcp://127.0.0.1:{split(at)[1]}")
+            theirs._doors.look()
+            world.lost(0, conn)
+            full = "no file descriptors left" in ours.events[-1].reason
+            assert full == (listened == "0.0.0.0")
         finally:
-            link.close()
+            theirs.close()
             poller.close()
-        world.connect(1, 0)
 
 
 def test_a_name_that_somebody_else_has_taken_is_no_door(
@@ -115,7 +125,7 @@ def test_a_name_that_somebody_else_has_taken_is_no_door(
         (member,) = world.members
         endpoint = member.addresses[0]
         member.link._doors.close()
-        taken.bind(_zmq_doors._name_of(endpoint))
+        taken.bind(_zmq_doors._names_of(endpoint)[0])
         doors = _zmq_doors.Doors(world.poller)
         answers: list[bool] = []
         for uid in (os.geteuid(), 65534):

@@ -38,11 +38,11 @@ _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix
 _CREDENTIALS_SPACE: Final = socket.CMSG_SPACE(_CREDENTIALS.size)
 
 
-def _name_of(endpoint: str) -> str:
-    """The name of the door beside a listening socket, in the abstract namespace.
+def _names_of(endpoint: str) -> list[str]:
+    """The names of the doors beside a listening socket, in the abstract namespace.
 
     Returns:
-        "" where the socket may be another host's.
+        The nearest first; none where the socket may be another host's.
 
     Raises:
         OSError: There is no such file.
@@ -50,15 +50,25 @@ def _name_of(endpoint: str) -> str:
     wire, _, rest = endpoint.partition("://")
     if wire == "ipc":
         found = os.stat(rest)  # whatever way leads to the file
-        return f"\0mq-zmq-ipc-{found.st_dev:x}-{found.st_ino:x}"
+        return [f"\0mq-zmq-ipc-{found.st_dev:x}-{found.st_ino:x}"]
     host, port = addresses.split(endpoint)
     number = ip_address(host.strip("[]"))
-    is_here = number.is_loopback or number.is_unspecified
-    return f"\0mq-zmq-tcp-{port}" if is_here else ""
+    names = [f"\0mq-zmq-tcp-{number}-{port}", f"\0mq-zmq-tcp-any-{port}"]
+    if number.is_unspecified:
+        return names[1:]
+    return names if number.is_loopback else []
 
 
 def _datagrams() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+
+def _finds(asking: socket.socket, name: str) -> bool:
+    try:
+        asking.connect(name)
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def _trusted() -> tuple[int, ...]:
@@ -94,14 +104,14 @@ class Doors:
         Raises:
             OSError: There is no descriptor for it.
         """
-        if not (name := _name_of(endpoint)):
+        if not (names := _names_of(endpoint)):
             return
         door = _datagrams()
         try:
-            door.bind(name)
+            door.bind(names[0])
         except OSError as error:
             door.close()
-            if error.errno == errno.EADDRINUSE:  # of the same port at another address
+            if error.errno == errno.EADDRINUSE:  # whoever that is: see `_hear`
                 return
             raise
         self._doors[door.fileno()] = door
@@ -145,15 +155,13 @@ class Doors:
         Raises:
             OSError: It cannot be asked now, or there is no such path.
         """
-        if not (name := _name_of(endpoint)):
+        if not (names := _names_of(endpoint)):
             return False
         asking = _datagrams()
         try:
             asking.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             asking.bind("")  # a name that nobody has
-            try:
-                asking.connect(name)
-            except ConnectionRefusedError:
+            if not any(_finds(asking, name) for name in names):
                 asking.close()
                 return False
             asking.send(_MAY_I)
