@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from mq import process, rendezvous
 from mq.errors import (
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mq.rendezvous import Entry, Rendezvous
     from mq.settings import Settings
     from mq.transport import Link
+
+T = TypeVar("T")
 
 PROBE_SECONDS: Final = 2.0
 """How long the holder of a name has to answer before the name is given away."""
@@ -94,7 +96,9 @@ class Arrival:
         record = record_of(config.greeting())
         replaces: str | None = None
         while True:
-            claim = self._meeting.claim(record, replaces=replaces)
+            claim = self._ask(
+                functools.partial(self._meeting.claim, record, replaces=replaces)
+            )
             if claim.holder is None:
                 config.generation = claim.record.generation
                 return claim.record
@@ -111,6 +115,25 @@ class Arrival:
                     f"{self._meeting.description}: others claim it too"
                 )
             replaces = holder.incarnation
+
+    def _ask(self, question: Callable[[], T], waiting: Sequence[Entry] = ()) -> T:
+        """Ask the rendezvous something.
+
+        Args:
+            waiting: Whom this member had not greeted by then.
+
+        Raises:
+            ConnectTimeout: There was no time for its answer.
+        """
+        try:
+            return question()
+        except PeerLost as error:
+            if time.monotonic() < self._deadline:
+                raise
+            reason = f"could not connect within {self._settings.connect_timeout:g} s"
+            raise ConnectTimeout(
+                self._explain(waiting) if waiting else f"{reason}: {error}"
+            ) from error
 
     def _held(self, holder: rendezvous.Record) -> str:
         where = f"pid {holder.process.pid} on {holder.process.host}"
@@ -182,12 +205,7 @@ class Arrival:
         """
         waiting: list[Entry] = []
         while True:
-            try:
-                waiting = self._greet_recorded()
-            except PeerLost as error:  # maybe only as there is no time for an answer
-                if waiting and time.monotonic() >= self._deadline:
-                    raise ConnectTimeout(self._explain(waiting)) from error
-                raise
+            waiting = self._ask(self._greet_recorded, waiting)
             if not waiting:
                 return
             self._raise_refusals()

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import threading
 import time
 import warnings
@@ -28,6 +29,7 @@ from meeting import (
     runtime,
 )
 
+import mq
 from mq.errors import (
     AuthenticationFailed,
     ConnectTimeout,
@@ -483,6 +485,59 @@ def test_who_takes_over_tells_of_those_who_cannot_announce_themselves() -> None:
             eventually(lambda: survivor._store._service is not None)
             with contextlib.closing(meet(port)) as newcomer:
                 assert names(newcomer) == ["stalled", "survivor"]
+
+
+def test_a_member_is_not_held_up_while_others_take_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It looks who is new, gives its name back and closes, as at any time."""
+    monkeypatch.setattr(service, "HAND_OVER_SECONDS", DEADLINE)
+    port, begin = free_port(), time.monotonic()
+    host, member = meet(port), meet(port)
+    with contextlib.closing(member), contextlib.closing(host):
+        mine = member.claim(record("member")).record
+        host.claim(record("host"))
+        host.close()
+        assert member.renew(mine)
+        eventually(lambda: [e.record for e in member.recent()] == [mine])
+        member.close()
+    assert time.monotonic() - begin < DEADLINE / 2
+
+
+def test_a_service_whose_end_left_no_trace_has_a_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who was connected to it, without an answer, holds its own for other clients."""
+    monkeypatch.setattr(service, "HAND_OVER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = int(silent.getsockname()[1])
+        found: list[float] = []
+
+        def join() -> None:
+            with contextlib.closing(meet(port)) as newcomer:
+                begin = time.monotonic()
+                newcomer.claim(record("newcomer"))
+                found.append(time.monotonic() - begin)
+
+        joining = threading.Thread(target=join)
+        joining.start()
+        accepted, _ = silent.accept()
+    with accepted:  # closed with a reset, after which no system knows of it
+        linger = struct.pack("ii", 1, 0)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    joining.join(DEADLINE)
+    assert found[0] > 0.3
+
+
+def test_connect_has_no_time_for_a_hand_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It says so as about any other lack of time."""
+    monkeypatch.setattr(service, "HAND_OVER_SECONDS", DEADLINE)
+    monkeypatch.setattr(tcp, "listen", lambda *at: (service.listen(*at)[0], True))
+    options = {"rendezvous": f"tcp://127.0.0.1:{free_port()}", "group": "hurried"}
+    with pytest.raises(ConnectTimeout, match=r"within 0\.3 s: .*does not answer"):
+        mq.connect("tcp", name="a", connect_timeout=0.3, **options)
 
 
 def test_a_fresh_group_does_not_wait_for_earlier_members(

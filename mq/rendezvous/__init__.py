@@ -205,7 +205,7 @@ class Rendezvous:
                     del self._mine[record.name]
         version = self._store.version()
         if version != self._version:
-            self._recent = self._store.records()
+            self._recent = self._store.recent()
             self._version = version
             if self._worker is not None:
                 self.on_news()

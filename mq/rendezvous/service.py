@@ -38,7 +38,7 @@ MAX_GROUPS: Final = 256
 
 _TICK: Final = 0.25
 _COMPLETE: Final = ("claim", "records")
-"""Requests that need to know of everybody."""
+"""Requests that need to know of everybody; "recent" are the records known so far."""
 _log = Log(__name__)
 
 
@@ -277,7 +277,7 @@ class Service:
         if operation == "remove":
             store.remove(_text(request, "name"), _text(request, "incarnation"))
             return {}
-        if operation == "records":
+        if operation in ("records", "recent"):
             found, more = store.page(_text(request, "after"))
             return {"records": found, "more": more}
         if operation == "version":

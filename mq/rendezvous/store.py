@@ -67,6 +67,10 @@ class Store(ABC):
     @abstractmethod
     def records(self) -> list[Entry]: ...
 
+    def recent(self) -> list[Entry]:
+        """As `records`, but at once: without those of whom a store may hear soon."""
+        return self.records()
+
     @abstractmethod
     def renew(self, record: Record) -> bool: ...
 

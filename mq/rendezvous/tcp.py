@@ -155,6 +155,7 @@ class TcpStore(Store):
         self._keyring: DirectoryStore | None = None
         self._announced: dict[str, Record] = {}
         self._version = ""
+        self._has_met = False  # somebody who listened there, if only to hang up
         if host in ("0.0.0.0", "::"):
             raise ValueError(
                 f"rendezvous address {host!r} stands for all addresses; name one that "
@@ -187,10 +188,16 @@ class TcpStore(Store):
         return Claim(won, None)
 
     def records(self) -> list[Entry]:
+        return self._records("records")
+
+    def recent(self) -> list[Entry]:
+        return self._records("recent")
+
+    def _records(self, which: str) -> list[Entry]:
         entries: dict[str, Entry] = {}
         after, more = "", True
         while more:
-            answer = self._call(do="records", after=after)
+            answer = self._call(do=which, after=after)
             found = _entries(answer.get("records"))
             more = bool(answer.get("more")) and bool(found)
             before, after = after, found[-1].record.name if found else ""
@@ -278,10 +285,12 @@ class TcpStore(Store):
                 channel = Channel(self._address, self._secret, deadline, self._stopped)
                 self._announce(channel, deadline)
                 self._channel = channel
+                self._has_met = True
                 return channel
             except (AuthenticationFailed, PeerLost):
                 raise
             except OSError as error:
+                self._has_met |= not isinstance(error, ConnectionRefusedError)
                 reason = error
             remaining = deadline - time.monotonic()
             if remaining > 0 and not self._stopped.is_set():
@@ -306,11 +315,9 @@ class TcpStore(Store):
             listener, succeeds = listen(*self._address)
         except OSError:
             return False
-        if self._version:  # so there was an earlier service, with others that it knew
-            records = {self._group: self.present()}
-            self._service = Service(listener, self._secret, True, records)
-        else:
-            self._service = Service(listener, self._secret, succeeds)
+        succeeds |= self._has_met
+        records = {self._group: self.present()} if succeeds else {}
+        self._service = Service(listener, self._secret, succeeds, records)
         return True
 
     def _announce(self, channel: Channel, deadline: float) -> None:
