@@ -32,7 +32,15 @@ _LONG = sorted(
 )
 _ENGINES = sorted(
     str(path)
-    for name in ("*link*", "bad_input", "peak_memory", "rendezvous*", "shm_*", "*tls*")
+    for name in (
+        "*link*",
+        "bad_input",
+        "peak_memory",
+        "rendezvous*",
+        "shm_*",
+        "*tls*",
+        "zmq_*",
+    )
     for path in _HERE.glob(f"test_{name}.py")
 )
 _INTERRUPTS = str(_HERE / "test_interrupts.py")

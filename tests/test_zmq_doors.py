@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -76,12 +77,12 @@ def test_a_dial_that_is_closed_leaves_no_question(wire: str) -> None:
         world.connect()
 
 
-def test_where_there_is_no_door_it_goes_unasked(tmp_path: os.PathLike[str]) -> None:
+def test_where_there_is_no_door_it_goes_unasked() -> None:
     """A path that another program forwards, or a ROUTER that is not ours."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with World(on("ipc"), 1) as world, context.socket(zmq.ROUTER) as router:
         (member,) = world.members
-        path = os.path.join(tmp_path, "router")
+        path = os.path.join(tempfile.gettempdir(), "router")
         router.bind(f"ipc://{path}")
         conn = member.link.dial(f"ipc://{path}")
         world.until(lambda: conn in member.conns(What.OPENED), "OPENED")
@@ -136,3 +137,21 @@ def test_a_name_that_somebody_else_has_taken_is_no_door(
             doors.look()
         doors.close()
     assert answers == [False, True]
+
+
+def test_whoever_does_not_answer_is_dialled_unasked_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others that have taken the name keep nobody out by silence, either."""
+    monkeypatch.setattr(_zmq_doors, "_SILENT_SECONDS", 0.0)
+    with World(on("tcp"), 1) as world:
+        (ours,) = world.members
+        theirs, poller = ZmqLink(wires=("tcp",)), Poller()
+        try:
+            (address,) = theirs.open(poller, ["tcp://127.0.0.1:0"], None)
+            ours.link.dial(address).close()
+            conn = ours.link.dial(address)
+            world.until(lambda: conn in ours.conns(What.OPENED), "OPENED")
+        finally:
+            theirs.close()
+            poller.close()

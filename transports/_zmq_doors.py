@@ -10,6 +10,7 @@ one that another program forwards, the connection is made unasked.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -19,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq import addresses, forks
 from mq.descriptors import free_descriptors
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 SPARE: Final = 8
 """Descriptors that must be left beside those of connections that were let in."""
+_SILENT_SECONDS: Final = 1.0
+"""For how long an answer is waited for, at least, before a dial goes on without."""
+_UNASKED_SECONDS: Final = 30.0
 _LET_IN_SECONDS: Final = 5.0
 """How long one that was let in, and is not there yet, counts as one that comes."""
 _MAY_I, _YES, _NO = b"?", b"\1", b"\0"
@@ -76,6 +80,24 @@ def _trusted() -> tuple[int, ...]:
     return os.geteuid(), 0
 
 
+class _Question(NamedTuple):
+    """What was asked, and not answered yet.
+
+    Attributes:
+        port: For whose connection.
+        endpoint: What is to be dialled.
+        socket: Where the answer comes.
+        then: Called with the answer.
+        since: When it was asked, by `time.monotonic`.
+    """
+
+    port: Port
+    endpoint: str
+    socket: socket.socket
+    then: Callable[[bool], None]
+    since: float
+
+
 class Doors:
     """The doors of one link, and its questions at those of others.
 
@@ -89,7 +111,8 @@ class Doors:
     def __init__(self, poller: Poller) -> None:
         self._poller = poller
         self._doors: dict[int, socket.socket] = {}
-        self._asked: dict[int, tuple[Port, socket.socket, Callable[[bool], None]]] = {}
+        self._asked: dict[int, _Question] = {}
+        self._silent: dict[str, float] = {}  # until when nobody is asked there
         self._let_in: deque[float] = deque()
         self._epoll = select.epoll()
         forks.register(self)
@@ -107,15 +130,15 @@ class Doors:
         if not (names := _names_of(endpoint)):
             return
         door = _datagrams()
+        self._doors[door.fileno()] = door  # before it has a name: a fork closes it
         try:
             door.bind(names[0])
+            self._epoll.register(door.fileno(), select.EPOLLIN)
         except OSError as error:
+            del self._doors[door.fileno()]
             door.close()
-            if error.errno == errno.EADDRINUSE:  # whoever that is: see `_hear`
-                return
-            raise
-        self._doors[door.fileno()] = door
-        self._epoll.register(door.fileno(), select.EPOLLIN)
+            if error.errno != errno.EADDRINUSE:  # else whoever it is: see `_hear`
+                raise
 
     def came(self) -> None:
         """A connection was accepted: one that was let in, as far as is known."""
@@ -148,6 +171,8 @@ class Doors:
     def ask(self, port: Port, endpoint: str, then: Callable[[bool], None]) -> bool:
         """Ask at the door beside what is to be dialled; whether there is one.
 
+        Not for a while after nobody answered: others may have taken the name.
+
         Args:
             port: Whose connection it will be; `withdraw` takes the question back.
             then: Called by `look` with the answer.
@@ -155,34 +180,43 @@ class Doors:
         Raises:
             OSError: It cannot be asked now, or there is no such path.
         """
-        if not (names := _names_of(endpoint)):
+        names = _names_of(endpoint)
+        if not names or self._silent.get(endpoint, 0.0) > time.monotonic():
             return False
         asking = _datagrams()
+        fd = asking.fileno()
+        self._asked[fd] = _Question(port, endpoint, asking, then, time.monotonic())
         try:
             asking.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             asking.bind("")  # a name that nobody has
-            if not any(_finds(asking, name) for name in names):
-                asking.close()
-                return False
-            asking.send(_MAY_I)
+            self._epoll.register(fd, select.EPOLLIN)
+            if any(_finds(asking, name) for name in names):
+                asking.send(_MAY_I)
+                return True
         except BaseException:
-            asking.close()
+            self._forget(fd).close()
             raise
-        self._asked[asking.fileno()] = (port, asking, then)
-        self._epoll.register(asking.fileno(), select.EPOLLIN)
-        return True
+        self._forget(fd).close()
+        return False
 
     def withdraw(self, port: Port) -> None:
         """Forget what was asked for a port; idempotent."""
-        for fd, (other, _, _) in list(self._asked.items()):
-            if other is port:
-                self._hear(fd)
+        now = time.monotonic()
+        for fd, question in list(self._asked.items()):
+            if question.port is port:
+                if now - question.since > _SILENT_SECONDS:
+                    self._silent[question.endpoint] = now + _UNASKED_SECONDS
+                self._forget(fd).close()
+
+    def _forget(self, fd: int) -> socket.socket:
+        """Take a question back; its socket, to be closed."""
+        with contextlib.suppress(FileNotFoundError):  # it was not asked yet
+            self._epoll.unregister(fd)  # as a forked child may have it open, too
+        return self._asked.pop(fd).socket
 
     def _hear(self, fd: int) -> bool:
         """The answer to a question, which is over with that; yes, if there is none."""
-        _, asking, _ = self._asked.pop(fd)
-        self._epoll.unregister(fd)
-        with asking:
+        with self._forget(fd) as asking:
             try:
                 answer, ancillary, _, _ = asking.recvmsg(1, _CREDENTIALS_SPACE)
             except OSError:  # the door was closed: whoever dials now will be told more
@@ -202,9 +236,8 @@ class Doors:
         for fd, _ in self._epoll.poll(0, _BURST):
             if (door := self._doors.get(fd)) is not None:
                 self._answer(door)
-            elif (asked := self._asked.get(fd)) is not None:
-                _, _, then = asked
-                then(self._hear(fd))
+            elif (question := self._asked.get(fd)) is not None:
+                question.then(self._hear(fd))
 
     def close(self) -> None:
         """Close all."""
@@ -213,10 +246,8 @@ class Doors:
 
     def abandon(self) -> None:
         """In a forked child: close its copies."""
-        for sock in self._doors.values():
+        for sock in (*self._doors.values(), *(q.socket for q in self._asked.values())):
             sock.close()
-        for _, asking, _ in self._asked.values():
-            asking.close()
         self._doors.clear()
         self._asked.clear()
         self._epoll.close()

@@ -208,6 +208,7 @@ class ZmqLink(Link):
         except zmq.ZMQError as error:
             number = error.errno or errno.EINVAL
             raise OSError(number, f"cannot listen on {address}: {error}") from error
+        self.watch()  # the descriptor that listens, for a child that is forked now
         bound = sock.getsockopt_string(zmq.LAST_ENDPOINT)
         self._doors.open(bound)
         if wire == "ipc":
