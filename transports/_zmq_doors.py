@@ -205,6 +205,8 @@ class Doors:
         for fd, question in list(self._asked.items()):
             if question.port is port:
                 if now - question.since > _SILENT_SECONDS:
+                    known = self._silent.items()
+                    self._silent = {at: until for at, until in known if until > now}
                     self._silent[question.endpoint] = now + _UNASKED_SECONDS
                 self._forget(fd).close()
 

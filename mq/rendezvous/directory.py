@@ -31,13 +31,7 @@ from typing import Final, NamedTuple
 from mq import forks
 from mq.descriptors import out_of_descriptors
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
-from mq.rendezvous.paths import (
-    check_shared,
-    make_private,
-    remove_files,
-    remove_if_deserted,
-    safe_name,
-)
+from mq.rendezvous import paths
 from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
 from mq.rendezvous.store import CellStore, WarnOnce
 
@@ -81,7 +75,7 @@ class DirectoryStore(CellStore[_File]):
         until: float = math.inf,
     ) -> None:
         self.timeout, self.until = timeout, until
-        self.path = os.path.join(base, safe_name(group))
+        self.path = os.path.join(base, paths.safe_name(group))
         self.directory = None if shared else self.path
         self.slow = shared
         self.description = f"directory {self.path}"
@@ -121,11 +115,11 @@ class DirectoryStore(CellStore[_File]):
         pause = threading.Event()
         while True:
             if self._shared:
-                check_shared(self._base)
+                paths.check_shared(self._base)
             else:
-                make_private(self._base)
+                paths.make_private(self._base)
             try:
-                make_private(self.path)
+                paths.make_private(self.path)
                 if self._try_lock():
                     return
             except FileNotFoundError as error:  # the last member just left
@@ -201,7 +195,7 @@ class DirectoryStore(CellStore[_File]):
             fd, self._closed = self._lock_fd, True
             with contextlib.suppress(OSError):  # what stays is swept by the next member
                 if fd is not None and self._is_last(fd):
-                    remove_files(self.path)
+                    paths.remove_files(self.path)
             self.abandon()
             # Not before the lock is closed: NFS keeps the names of open files.
             with contextlib.suppress(OSError):
@@ -226,7 +220,7 @@ class DirectoryStore(CellStore[_File]):
             with contextlib.suppress(OSError):  # in use, or no directory of a group
                 age = time.time() - os.lstat(os.path.join(path, "lock")).st_mtime
                 if path != self.path and age > SWEEP_SECONDS:
-                    remove_if_deserted(path)
+                    paths.remove_if_deserted(path)
 
     def abandon(self) -> None:
         """Let go of the lock, which whoever else has its descriptor keeps."""
