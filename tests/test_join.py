@@ -354,16 +354,14 @@ def test_who_interrupts_close_takes_leave_all_the_same(
 
 
 FORKING = """
-import os, socket, stat, sys, threading
+import contextlib, os, socket, stat, sys, threading
 import mq
 
 def open_files():
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):  # it was of the listing
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            pass  # it was of the listing
     return found
 
 def listens(fd):

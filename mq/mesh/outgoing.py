@@ -94,8 +94,11 @@ class Topic:
 
     def check_size(self, nbytes: int) -> None:
         """Raises: MessageTooLarge, if that is more than some subscriber takes."""
-        peers = [feed.session.peer for feed in self.feeds]
-        small = [peer for peer in peers if nbytes > peer.max_message_bytes]
+        small = [
+            feed.session.peer
+            for feed in self.feeds
+            if nbytes > feed.session.peer.max_message_bytes
+        ]
         if small:
             limits = ", ".join(f"{p.name!r}: {p.max_message_bytes}" for p in small)
             raise MessageTooLarge(
