@@ -460,6 +460,39 @@ def test_keep_last_has_the_newest_and_counts_what_it_dropped() -> None:
         assert stats.dropped == 50 - keep
 
 
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_retained_message_that_keep_last_replaces_is_counted(arrives: bool) -> None:
+    """Whether it waited here or at its publisher; before a new session and in one."""
+    world = World("a", "b", peer_timeout=4.0)
+    a, b = world["a"], world["b"]
+    assert a.publish("t", b"1", retain=True)
+    assert a.publish("t", b"before the subscription")
+    b.subscribe("t", keep=1)
+    if arrives:
+        world.settle()
+    else:
+        until_acknowledged(world, "b")
+    assert a.publish("t", b"2")
+    world.settle()
+    assert b.payloads() == [b"2"]
+    stats = b.mesh.publisher.topic("t").stats
+    assert stats.dropped == 1
+    world.partition("a", "b")
+    world.advance(10.0)
+    assert a.publish("t", b"missed")
+    assert a.publish("t", b"3", retain=True)
+    world.heal()
+    if arrives:
+        world.advance(5.0)
+    else:
+        until_acknowledged(world, "b")
+    assert a.publish("t", b"4")
+    world.settle()
+    assert b.payloads() == [b"4"]
+    assert stats.dropped == 3
+    assert stats.lost == 0
+
+
 def test_messages_of_a_batch_are_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the link's heads are not: arrays there would not be aligned."""
     receive = ScriptedConn.receive

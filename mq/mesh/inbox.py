@@ -162,7 +162,8 @@ class Inbox:
         self.fifo.popleft()
         _, sequence, _, area = entry
         stats = source.subscription.stats
-        stats.dropped += max(0, sequence - max(source.taken + 1, source.first))
+        owed = source.taken < source.retained < sequence
+        stats.dropped += owed + max(0, sequence - max(source.taken + 1, source.first))
         source.taken = sequence
         stats.received += 1
         stats.received_bytes += len(area)
