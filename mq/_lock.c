@@ -324,6 +324,20 @@ lock_is_mine(Lock *self, PyObject *ignored)
     return PyBool_FromLong(self->locked && self->holder == PyThread_get_thread_ident());
 }
 
+/* In a forked child: who had it does not exist there, unless it is who forked. */
+static PyObject *
+lock_at_fork_reinit(Lock *self, PyObject *ignored)
+{
+    if (self->locked && self->holder == PyThread_get_thread_ident())
+        Py_RETURN_NONE;
+    PyThread_type_lock lock = PyThread_allocate_lock();
+    if (lock == NULL)
+        return PyErr_NoMemory();
+    self->lock = lock; /* the other is left as it is, as Python leaves its own */
+    self->locked = self->held = 0;
+    Py_RETURN_NONE;
+}
+
 static PyObject *
 lock_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -355,6 +369,7 @@ static PyMethodDef lock_methods[] = {
     {"release", (PyCFunction)lock_release, METH_NOARGS, NULL},
     {"locked", (PyCFunction)lock_locked, METH_NOARGS, NULL},
     {"is_mine", (PyCFunction)lock_is_mine, METH_NOARGS, NULL},
+    {"_at_fork_reinit", (PyCFunction)lock_at_fork_reinit, METH_NOARGS, NULL},
     {"__enter__", (PyCFunction)lock_enter, METH_NOARGS, NULL},
     {"__exit__", (PyCFunction)lock_release, METH_VARARGS, NULL},
     {NULL},

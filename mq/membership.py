@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mq import exits, forks, settings, stats
-from mq.errors import Closed, MembersTimeout, RecvTimeout
+from mq.errors import Closed, ForkedProcess, MembersTimeout, RecvTimeout
 from mq.log import Log
 from mq.members import Member
 from mq.mesh import wire
@@ -231,7 +231,7 @@ class Membership:
         if driver.is_in_the_middle():
             threading.Thread(target=self.close, args=(linger,), daemon=True).start()
             return
-        while not self._freed.is_set():
+        while not self._freed.is_set() and not driver.forked:
             if self._closed or self._close_lock.locked():
                 # Another thread closes it, maybe one that an interrupt left it to. Not
                 # every signal ends a wait for a lock, and a handler that came into one
@@ -262,8 +262,11 @@ class Membership:
                     linger,
                     driver.describe_feeds(left),
                 )
+        except ForkedProcess:
+            pass  # a signal's handler forked meanwhile: the parent goes on
         finally:
-            undisturbed(functools.partial(self._free, to_send))
+            if not driver.forked:
+                undisturbed(functools.partial(self._free, to_send))
 
     def _free(self, to_send: float) -> None:
         self._freer = threading.get_ident()

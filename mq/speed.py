@@ -137,6 +137,11 @@ Returns:
 """
 signal_waits: Final[Callable[[], int]] = _speed.signal_waits if COMPILED else _none
 """Whether a signal waits for the main thread to release a `Lock`."""
+renew: Final[Callable[[threading.Lock], None]] = methodcaller("_at_fork_reinit")
+"""In a forked child: free a `Lock`, unless compiled and held by the thread that forked.
+
+Python's own modules use this method of its locks, too.
+"""
 is_mine: Final[Callable[[threading.Lock], bool]] = (
     methodcaller("is_mine") if COMPILED else _may_be_mine
 )

@@ -358,6 +358,50 @@ def test_the_work_of_another_thread_is_waited_for() -> None:
     assert output_of(ELSEWHERE, timeout=60.0) == "False\n"
 
 
+FORKING = """
+import os, signal, threading
+import mq
+from mq.testing.waiting import wait_until
+from test_close import is_in, unanswered
+
+children = []
+
+def handle(number, frame):
+    child = os.fork()
+    if child:
+        children.append(child)
+        os.waitpid(child, 0)
+        raise KeyboardInterrupt
+
+def send():
+    wait_until(lambda: is_in("_sleep"), "close")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+signal.signal(signal.SIGTERM, handle)
+for queue in unanswered(f"forking-{os.getpid()}"):
+    threading.Thread(target=send).start()
+    try:
+        queue.close(linger=60.0)
+    except KeyboardInterrupt:
+        print("the parent was interrupted", queue._closed, flush=True)
+    else:
+        print("the child's close returned", queue._closed, flush=True)
+        os._exit(0)
+"""
+
+
+def test_a_child_forked_in_the_middle_of_close_closes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a signal's handler: it returns there, in silence; the parent's goes on."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    lines = output_of(FORKING).splitlines()
+    assert lines == [
+        "the child's close returned False",
+        "the parent was interrupted True",
+    ]
+
+
 CHILDREN = """
 import multiprocessing, os, threading
 import mq

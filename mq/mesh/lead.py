@@ -3,9 +3,8 @@
 A blocking call takes the lead and polls the engine in its own thread, so the hot path
 has no thread hop; other callers follow on a condition. When no call has led for
 `IDLE_SECONDS`, or the one that leads sleeps on after its time, the keeper thread leads
-and does everything. All protocol code runs
-under one lock, which is free while the leader sleeps in the poller, so `publish` sends
-from its own thread at any time.
+and does everything. All protocol code runs under one lock, which is free while the
+leader sleeps in the poller, so `publish` sends from its own thread at any time.
 
 The keeper costs the other threads the interpreter lock whenever it wakes. So while
 calls come and go it only naps, looks at the clock without any lock, and naps again.
@@ -25,7 +24,8 @@ from mq.log import Log
 from mq.mesh.atomic import give_up, take_back
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
-from mq.speed import Lock, is_mine, signal_waits
+from mq.mesh.recovery import abandon
+from mq.speed import Lock, is_mine, renew, signal_waits
 
 logger = Log(__name__)
 
@@ -132,10 +132,10 @@ class Lead:
             self._keeper.join(5.0)
 
     def abandon(self) -> None:
-        """In a forked child: whoever held the lock does not exist here."""
+        """In a forked child: whoever else held the lock does not exist here."""
         self.forked = True
-        self.lock = Lock()
-        self.mesh.publisher.close_gates()
+        renew(self.lock)
+        abandon(self.mesh)
 
     def end_calls(self) -> None:
         """Have every call end with `Closed`."""
@@ -163,6 +163,8 @@ class Lead:
 
     def _poll(self, flush: bool = False, until_message: bool = False) -> None:
         """Let the mesh work; the lock is held."""
+        if self.forked:
+            self._refuse()
         ready, self._ready = self._ready, []
         mesh = self.mesh
         try:

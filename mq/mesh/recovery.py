@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mq.mesh.greeting import Greetings
+
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
 
@@ -36,6 +38,16 @@ def recover(mesh: Mesh, *, polling: bool) -> None:
         if session.conn is None or polling or session.sending:
             session.sending = False
             mesh.disconnect(session, "interrupted in the middle of a frame")
+
+
+def abandon(mesh: Mesh) -> None:
+    """Empty a mesh in a forked child, where nothing is to be sent or put right.
+
+    A signal's handler may have forked in the middle of a call, which goes on here.
+    """
+    mesh.publisher.close_gates()
+    mesh.sessions, mesh.conns, mesh.links = {}, {}, []
+    mesh.greetings = Greetings(mesh)
 
 
 def _drop_strays(mesh: Mesh) -> None:

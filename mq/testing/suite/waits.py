@@ -1,12 +1,15 @@
-"""Interrupt: Ctrl-C while a call waits."""
+"""Interrupt, Fork: Ctrl-C while a call waits, and a handler that forks."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
+import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -74,6 +77,45 @@ def _closed_by_a_handler(worker: Any, call: str) -> str:
     finally:
         signal.signal(signal.SIGTERM, before)
         reader.close(linger=0.0)
+    raise AssertionError(f"{call} ended by itself")
+
+
+class _Forked(Exception):
+    """A signal's handler has forked, and its child has ended."""
+
+
+def _forked_by_a_handler(worker: Any, call: str) -> str:
+    """What a waiting call raised in the child which a signal's handler forked."""
+    writer, reader, _ = worker.queue
+    parent = os.getpid()
+    pipe = os.pipe()
+
+    def fork(number: int, frame: FrameType | None) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads and fork
+            child = os.fork()
+        if child == 0:
+            faulthandler.dump_traceback_later(STEP / 2, exit=True)  # where it hangs
+            return
+        os.close(pipe[1])
+        os.waitpid(child, 0)
+        raise _Forked
+
+    before = signal.signal(signal.SIGTERM, fork)
+    try:
+        _waits(writer, reader, call)
+    except BaseException as error:
+        if os.getpid() != parent:
+            os.write(pipe[1], type(error).__name__.encode())
+            os._exit(0)
+        if not isinstance(error, _Forked):
+            raise
+        with os.fdopen(pipe[0]) as said:
+            return said.read()
+    finally:
+        if os.getpid() != parent:
+            os._exit(1)
+        signal.signal(signal.SIGTERM, before)
     raise AssertionError(f"{call} ended by itself")
 
 
@@ -190,6 +232,19 @@ def the_handler_of_a_signal_may_close_the_queue(group: Group) -> None:
         _wait_until_asleep(host)
         host.signal(signal.SIGTERM)
         assert waiting.result() == "Closed", call
+
+
+@case("Fork")
+def the_handler_of_a_signal_may_fork(group: Group) -> None:
+    """The child, which goes on in the call, is told; the parent's queue is whole."""
+    host = group.process("host")
+    host.ask(_make_full_pair, group.backend, group.options()).result()
+    for call in _CALLS:
+        waiting = host.ask(_forked_by_a_handler, call)
+        _wait_until_asleep(host)
+        host.signal(signal.SIGTERM)
+        assert waiting.result() == "ForkedProcess", call
+    host.ask(_check_after_interrupts).result()
 
 
 def _interrupt_while_dropped(worker: Any, nbytes: int) -> int:
