@@ -175,9 +175,7 @@ def names() -> frozenset[str]:
 
 def _recipe(kind: type) -> SafeType:
     name = type_name(kind)
-    if kind.__module__.partition(".")[0] == "tensordict" and "TensorDict" == (
-        kind.__qualname__
-    ):
+    if _is_tensordict(kind):
         from mq import tensordicts
 
         return SafeType(
@@ -206,6 +204,11 @@ def _recipe(kind: type) -> SafeType:
         f"{name} is no dataclass, named tuple or enumeration and has no pair to_dict "
         "and from_dict: pass encode= and decode= to add_safe_types"
     )
+
+
+def _is_tensordict(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return (package, kind.__qualname__) == ("tensordict", "TensorDict")
 
 
 def _holds_tensors(kind: type) -> bool:
@@ -306,8 +309,8 @@ def remedy(kind: type) -> str:
             hint = "send .filled(...), or its .data and its .mask"
         elif issubclass(kind, np.ndarray):
             hint = "convert it with numpy.asarray"
-    if hint is None and _holds_tensors(kind):
-        hint = "send .to_tensordict(), with TensorDict registered"
+    if hint is None and _holds_tensors(kind) and not _is_tensordict(kind):
+        hint = f"send .to_tensordict(), after {_REGISTERED}"
     if hint is None and any(type_name(base) in _WITH_STATE for base in kind.__mro__):
         hint = "send .state_dict(), which load_state_dict takes"
     if hint is None and kind.__module__ == "builtins":  # they cannot be registered
@@ -348,9 +351,10 @@ _WITH_STATE: Final = {
     "torch.optim.optimizer:Optimizer",
     "torch.optim.lr_scheduler:LRScheduler",
 }
+_REGISTERED: Final = "mq.add_safe_types(TensorDict) on both sides"
 _HINTS: Final = {
     "tensordict._lazy:LazyStackedTensorDict": (
-        "send .contiguous(), or the list .tensordicts, with TensorDict registered"
+        f"send .contiguous(), or the list .tensordicts, after {_REGISTERED}"
     ),
     "tensordict.memmap:MemoryMappedTensor": (
         "send .clone(), or .to_tensordict() of the TensorDict that it is in"

@@ -18,7 +18,7 @@ from tensordict import (
 )
 
 from mq.errors import CodecError
-from mq.safe_types import add_safe_types
+from mq.safe_types import add_safe_types, remedy
 
 add_safe_types(TensorDict)
 
@@ -46,6 +46,13 @@ def test_a_relative_of_tensordict_needs_functions(kind: type) -> None:
     """What its `to_dict` returns has no batch size, or makes no object again."""
     with pytest.raises(TypeError, match=r"needs encode= and decode= .*; or send"):
         add_safe_types(kind)
+
+
+def test_a_tensordict_itself_is_to_be_registered() -> None:
+    """`to_tensordict` would make another one of it."""
+    assert remedy(TensorDict).startswith(
+        "register it with mq.add_safe_types(TensorDict)"
+    )
 
 
 @pytest.mark.parametrize(
