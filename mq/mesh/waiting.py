@@ -159,8 +159,8 @@ class Waiting(Lead):
         describe: Callable[[Collection[Session]], str],
     ) -> NoReturn:
         raise PublishTimeout(
-            f"{self._where}: not published on {topic.name!r} within {seconds:.3g} s, "
-            f"nobody got the message: {describe(blockers)}",
+            f"{self._where}: not published on {topic.name!r} within "
+            f"{round(seconds, 3):g} s, nobody got the message: {describe(blockers)}",
             [session.name for session in blockers],
         )
 
