@@ -187,6 +187,15 @@ def _interfaces() -> list[tuple[int, str]]:
         return []
 
 
+def of_scheme(address: str, scheme: str) -> str:
+    """An address given as ``tcp://...``, as a link over TCP has it.
+
+    So that a program which names addresses need not change them with its backend.
+    """
+    rest = address.removeprefix("tcp://")
+    return address if rest == address else f"{scheme}://{rest}"
+
+
 def absolute(address: str) -> str:
     """An address to listen on, with the whole path where it is a file's.
 

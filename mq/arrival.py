@@ -273,9 +273,10 @@ class Arrival:
             if not dial.routes:
                 happened = (
                     f"listens on {addresses}, which cannot be reached from this host, "
-                    "and has not dialled this member; one of the two must listen= "
-                    "where the other reaches it"
+                    f"and has not dialled this member; {_LISTEN}"
                 )
+            elif not any(link.is_routable(address) for link, address in dial.routes):
+                happened += f"; if it is in another container or namespace, {_LISTEN}"
             process = record.process
             lines.append(
                 f"{record.name!r} (pid {process.pid} on {process.host}, {happened})"
@@ -286,6 +287,9 @@ class Arrival:
             + f". They are recorded at {self._meeting.description}; end them, or raise "
             "connect_timeout above twice their peer_timeout to see their leases end"
         )
+
+
+_LISTEN = "one of the two must listen= (or MQ_LISTEN) where the other reaches it"
 
 
 def dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:

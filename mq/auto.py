@@ -39,6 +39,7 @@ class AutoLink(Link):
         else:
             logger.info("auto: %s for all peers: %s", wire, reason)
         self._wire = wire
+        self.scheme = self._links[-1].scheme
         self.mixes = len(self._links) > 1
         self.lender = self._links[0].lender
         self.chunk_bytes = min(link.chunk_bytes for link in self._links)

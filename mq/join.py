@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from mq import forks, process, registry, rendezvous
+from mq import addresses, forks, process, registry, rendezvous
 from mq.arrival import Arrival, dial_explicit, lease_seconds, record_of, within_reach
 from mq.descriptors import free_descriptors
 from mq.errors import TransportUnavailable
@@ -144,6 +145,7 @@ def join(
     forks.register(link)
     link.insecure = settings.insecure
     link.member_name = settings.name
+    settings = _of_scheme(settings, link.scheme)
     meeting: Rendezvous | None = None
     poller = Poller()
     if link.capabilities.reach == "process":
@@ -199,6 +201,15 @@ def join(
     more = "".join(f", {k} {v}" for k, v in link.describe().items())
     logger.info("%s listens on %s%s", where, ", ".join(addresses), more)
     return joined
+
+
+def _of_scheme(settings: Settings, scheme: str) -> Settings:
+    """With addresses as the link over TCP has them: see `Link.scheme`."""
+    return dataclasses.replace(
+        settings,
+        listen=tuple(addresses.of_scheme(a, scheme) for a in settings.listen),
+        attach_to=tuple(addresses.of_scheme(a, scheme) for a in settings.attach_to),
+    )
 
 
 def check_descriptors() -> None:

@@ -44,8 +44,9 @@ def connect(
     """Join a group of processes that publish to and subscribe from each other.
 
     What is not given comes from the environment: `MQ_BACKEND`, `MQ_GROUP`, `MQ_NAME`,
-    `MQ_RENDEZVOUS`, `MQ_LABELS` (comma-separated), `MQ_SECRET` or `MQ_SECRET_FILE`,
-    and torchrun's variables. `MQ.describe` says where each value came from.
+    `MQ_RENDEZVOUS`, `MQ_LISTEN` and `MQ_LABELS` (comma-separated), `MQ_SECRET` or
+    `MQ_SECRET_FILE`, and torchrun's variables. `MQ.describe` says where each value came
+    from.
 
     Args:
         backend: The transport, such as "zmq"; `mq transports` lists them.
@@ -54,6 +55,7 @@ def connect(
         rendezvous: Where members meet: None (a directory of this user on this host),
             ``tcp://host:port``, ``file:///shared/path`` or ``env://`` (torchrun).
         listen: Addresses to listen on; default: reachable from this host only.
+            ``tcp://host:port`` will do for every transport between hosts.
         attach_to: Addresses of members to connect to. With `listen` or `attach_to`
             and no `rendezvous`, nothing else is looked for.
         labels: What other members are told about this one.

@@ -99,6 +99,10 @@ def resolve(
     _check_text("group", chosen_group, 100)
     _check_text("name", chosen_name, 100)
     listen_list = _strings("listen", listen or ())
+    sources["listen"] = "argument" if listen_list else "default"
+    if not listen_list and env.get("MQ_LISTEN"):
+        listen_list = tuple(x for x in env["MQ_LISTEN"].split(",") if x)
+        sources["listen"] = "environment MQ_LISTEN"
     attach_list = _strings("attach_to", attach_to)
     meeting = pick("rendezvous", rendezvous, "MQ_RENDEZVOUS")
     if meeting is None and not attach_list and _under_torchrun(env):

@@ -290,8 +290,8 @@ class Link(ABC):
         insecure: Whether the user has said `insecure=True`; set before `open`. The
             mesh asks for it or a secret before it opens a link on a routable address.
             A link asks by itself where a secret does not protect what it opens.
-        member_name: What the member is called whose link this is, for a link whose
-            options name members; set before `open`.
+        member_name: Of its member, where options name some; set before `open`.
+        scheme: What its addresses over TCP begin with: users may say ``tcp`` anywhere.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -303,6 +303,7 @@ class Link(ABC):
     lender: Lender | None = None
     insecure: bool = False
     member_name: str = ""
+    scheme: str = "tcp"
     devices: frozenset[str] = frozenset()
     piece_bytes: int = PIECE_BYTES
 

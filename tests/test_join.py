@@ -130,6 +130,19 @@ def test_a_name_that_is_no_host_to_listen_on_is_named(backend: str) -> None:
         mq.connect(backend, group="g", listen=elsewhere, insecure=True, **options)
 
 
+@pytest.mark.parametrize("backend", [*EVERYWHERE, "torchrpc"])
+def test_an_address_of_tcp_is_taken_by_whatever_goes_over_it(backend: str) -> None:
+    """So that who names addresses changes nothing but the backend."""
+    _, options = EVERYWHERE.get(backend, ("", {}))
+    options = {"group": "g", "secret": "long enough", **options}
+    here = "tcp://127.0.0.1:0"
+    with mq.connect(backend, listen=here, **options) as a:
+        *_, address = a.describe()["addresses"]
+        named = f"tcp://{address.partition('://')[2]}"
+        with mq.connect(backend, attach_to=named, **options) as b:
+            assert len(b.members()) == 2
+
+
 def test_who_lost_its_name_looks_after_nothing_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -198,7 +211,23 @@ def test_a_member_on_another_host_that_cannot_be_reached_is_explained() -> None:
             mq.connect("tcp", name="c", connect_timeout=0.5, **options)
     address = record.addresses[0]
     assert f"on far, listens on {address}, which cannot be reached" in str(caught.value)
-    assert "must listen= where the other reaches it" in str(caught.value)
+    assert "must listen= (or MQ_LISTEN) where the other" in str(caught.value)
+
+
+def test_a_loopback_where_nobody_answers_may_be_another_one() -> None:
+    """Containers of one host have each their own, and the host's boot id."""
+    options: dict[str, Any] = {"group": f"loopbacks-{os.getpid()}"}
+    with mq.connect("tcp", name="a", **options) as queue:
+        meeting, record = queue._joined.meeting, queue._joined.record
+        assert meeting is not None
+        assert record is not None
+        nobody = (f"tcp://127.0.0.1:{free_port()}",)
+        other = dataclasses.replace(
+            record, name="b", incarnation="e" * 16, addresses=nobody
+        )
+        meeting.claim(other)
+        with pytest.raises(mq.ConnectTimeout, match=r"'b'.*namespace, one of the two"):
+            mq.connect("tcp", name="c", connect_timeout=0.5, **options)
 
 
 def test_who_is_new_at_a_rendezvous_service_is_dialled_at_once() -> None:

@@ -38,6 +38,7 @@ def test_the_environment_fills_in_what_was_not_given() -> None:
         "MQ_GROUP": "g",
         "MQ_NAME": "n",
         "MQ_RENDEZVOUS": "tcp://127.0.0.1:1",
+        "MQ_LISTEN": "tcp://127.0.0.1:0,shm://x",
         "MQ_LABELS": "a,b",
         "MQ_SECRET": "twelve bytes",
     }
@@ -46,9 +47,11 @@ def test_the_environment_fills_in_what_was_not_given() -> None:
 
     assert (found.backend, found.group, found.name) == ("zmq", "g", "n")
     assert found.rendezvous == "tcp://127.0.0.1:1"
+    assert found.listen == ("tcp://127.0.0.1:0", "shm://x")
     assert found.labels == ("a", "b")
     assert found.secret == b"twelve bytes"
     assert found.sources["backend"] == "environment MQ_BACKEND"
+    assert found.sources["listen"] == "environment MQ_LISTEN"
 
 
 def test_an_argument_beats_the_environment() -> None:

@@ -44,6 +44,7 @@ class NngTlsLink(NngLink):
     capabilities: ClassVar[Capabilities] = Capabilities(
         reach="network", survives_fork=False, encrypted=True, engine_stays=True
     )
+    scheme = _SCHEME
 
     def __init__(
         self,

@@ -70,6 +70,7 @@ class TorchRpcLink(Link):
     # A call with a tensor costs half a millisecond, as much as copying several MiB.
     chunk_bytes = least_chunk_bytes = 12 * 1024 * 1024
     max_ahead = 3 * chunk_bytes
+    scheme = "torchrpc"
     _gpu: ClassVar[bool] = False
 
     def __init__(

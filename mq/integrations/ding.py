@@ -14,8 +14,8 @@ On the command line, in place of ``ditask``::
 say ``mq:nng`` for ours; every backend has such a longer name. All workers of a run are
 members of one group, each connected to each, whatever `topology` says; `protocol`,
 `address`, `ports` and `attach_to` are not used. Workers started by several commands, or
-on several hosts, meet when `MQ_GROUP` and `MQ_RENDEZVOUS` say so, with different
-`node_ids`.
+on several hosts, meet when `MQ_GROUP` and `MQ_RENDEZVOUS` say so (between hosts with
+`MQ_LISTEN` and `MQ_SECRET`, too), with different `node_ids`.
 
 Other than DI-engine's own queues, nothing is lost: who emits waits for listeners that
 are behind.

@@ -8,7 +8,7 @@ import socket
 import struct
 import termios
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from mq import addresses
 from mq.mesh.poller import Poller
@@ -29,12 +29,7 @@ class TcpStreamLink(StreamLink):
     """Connections over TCP, to and from addresses of one scheme.
 
     Host names are looked up by a thread, and each address of one is tried in turn.
-
-    Attributes:
-        scheme: What stands before ``://`` in its addresses.
     """
-
-    scheme: ClassVar[str]
 
     def __init__(self) -> None:
         super().__init__()
