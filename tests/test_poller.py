@@ -25,12 +25,16 @@ class ScriptedPoller(Poller):
         due: When the next event comes.
         spun: Looks that did not wait.
         slept: Looks that did.
+        seen: What it says has come.
+        whole: Whether each event is something whole.
     """
 
     now = 0.0
     due = 0.0
     spun = 0
     slept = 0
+    seen = 0
+    whole = True
 
     def monotonic(self) -> float:
         return self.now
@@ -49,7 +53,8 @@ class ScriptedPoller(Poller):
         """Wait, while the event comes in so many seconds."""
         self.due = self.now + seconds
         self.spun = self.slept = 0
-        return self.wait(timeout, spin=True)
+        self.seen += self.whole
+        return self.wait(timeout, self.seen)
 
 
 @pytest.fixture
@@ -88,7 +93,7 @@ def test_spinning_in_vain_becomes_ever_rarer(poller: ScriptedPoller) -> None:
         if not poller._short_waits_left:
             poller.due = poller.now + 2 * SPIN_SECONDS
         poller.spun = 0
-        assert poller.wait(None, spin=True) == [EVENT]
+        assert poller.wait(None, seen=0) == [EVENT]
         spinning += bool(poller.spun)
     assert 1 < spinning < 60
 
@@ -105,6 +110,28 @@ def test_it_spins_again_when_that_pays_again(poller: ScriptedPoller) -> None:
     first = spinning.index(True)
     assert 1 < first <= 256
     assert all(spinning[first:])
+
+
+def test_the_packets_of_a_slow_wire_are_not_spun_for(poller: ScriptedPoller) -> None:
+    """A large message of 50 Mbit/s comes in thousands of them, each soon enough."""
+    gap = SPIN_SECONDS / 2
+    for _ in range(5):
+        poller.wait_for_event(gap)
+    poller.whole = False
+    spun = sum(bool(poller.wait_for_event(gap) and poller.spun) for _ in range(1000))
+    assert spun * gap < 0.01
+    poller.whole = True
+    assert poller.wait_for_event(gap) == [EVENT]
+    assert poller.spun
+
+
+def test_the_parts_of_a_fast_wire_are_spun_for(poller: ScriptedPoller) -> None:
+    """They are as many, but waking up would take longer than they do."""
+    poller.wait_for_event(SPIN_SECONDS / 2)
+    poller.whole = False
+    for _ in range(1000):
+        assert poller.wait_for_event(SPIN_SECONDS / 8) == [EVENT]
+        assert poller.spun
 
 
 def test_a_short_timeout_is_kept(poller: ScriptedPoller) -> None:
@@ -133,7 +160,7 @@ def test_a_wake_up_is_seen_while_spinning() -> None:
     try:
         for _ in range(3):
             poller.wake()
-            assert poller.wait(5.0, spin=True) == []
+            assert poller.wait(5.0, seen=0) == []
             assert not poller._short_waits_left
     finally:
         poller.close()

@@ -213,14 +213,14 @@ class Lead:
     def _wait_for_events(self, until: float, now: float, me: int) -> None:
         self._asleep_until = until
         ready: list[int] = []
-        if me == _KEEPER:
-            self._keeper_polls = True
+        self._keeper_polls |= me == _KEEPER
         given: deque[object] = deque()
         try:
             try:
                 give_up(self.lock, given)
                 self._let_others_in()
-                ready = self.poller.wait(max(0.0, until - now), me != _KEEPER)
+                seen = None if me == _KEEPER else self.mesh.changed
+                ready = self.poller.wait(max(0.0, until - now), seen)
                 self._wanted |= self.lock.locked()
             finally:
                 take_back(self.lock, given)

@@ -15,6 +15,10 @@ from mq.signals import attentive
 
 SPIN_SECONDS: Final = 400e-6
 """How long a wait looks again and again before it sleeps."""
+SLOW_SECONDS: Final = 100e-6
+"""Parts this far apart come over a slow wire: 1500 bytes at 120 Mbit/s."""
+PARTS_SECONDS: Final = 5e-3
+"""How long waits spin in all for such parts of one thing."""
 _LONGEST_PAUSE: Final = 256
 """Short waits to go by, at most, before one spins again."""
 _ONE = (1).to_bytes(8, sys.byteorder)
@@ -32,8 +36,9 @@ class Poller:
     look again and again for `SPIN_SECONDS` before it sleeps, as long as that
     succeeds. After it was in vain a number of waits that short must go by, twice as
     many each time, before one spins again. So where events are rarer, or the other
-    side has no core to run on, nearly all waits sleep at once. Between two looks
-    others may have the core: the engine and the peers need it.
+    side has no core to run on, nearly all waits sleep at once. Nor does it pay for
+    each packet of what takes long to arrive. Between two looks others may have the
+    core: the engine and the peers need it.
 
     Attributes:
         spins: Whether waits may spin at all: not where one core is all there is, nor
@@ -59,6 +64,8 @@ class Poller:
         self.spins = cores() > 1
         self._pause = 1
         self._short_waits_left = 1
+        self._seen = 0
+        self._spun = 0.0  # for slow parts, while that stayed the same
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
         if self._epoll is not None:
             edge = select.EPOLLET if self._edge else 0
@@ -99,19 +106,20 @@ class Poller:
             except (BlockingIOError, OSError):  # full: the wait ends anyway; or closed
                 pass
 
-    def wait(self, timeout: float | None, spin: bool = False) -> list[int]:
+    def wait(self, timeout: float | None, seen: int | None = None) -> list[int]:
         """Sleep until a descriptor is readable, `wake`, or `timeout` seconds.
 
         Args:
             timeout: Seconds; None waits.
-            spin: Whether somebody waits for what comes, so that spinning may pay.
+            seen: Where somebody waits for what comes, so that spinning may pay: a
+                number that is another one once something has come as a whole.
 
         Returns:
             The registered descriptors that are readable; none after a time-out or a
             mere wake-up.
         """
         try:
-            ready = self._wait(timeout, spin and self.spins)
+            ready = self._wait(timeout, seen if self.spins else None)
             if self._reader in ready and not self._edge:
                 try:
                     os.read(self._reader, 4096)
@@ -128,11 +136,15 @@ class Poller:
             ready.remove(self._reader)
         return ready
 
-    def _wait(self, timeout: float | None, spin: bool) -> list[int]:
-        if not spin:
+    def _wait(self, timeout: float | None, seen: int | None) -> list[int]:
+        if seen is None:
             return attentive(self._look, timeout)
+        if seen != self._seen:
+            self._seen, self._spun = seen, 0.0
         began = time.monotonic()
-        ready = [] if self._short_waits_left else self._spin(timeout, began)
+        ready = []
+        if not self._short_waits_left and self._spun < PARTS_SECONDS:
+            ready = self._spin(timeout, began)
         if not ready:
             ready = attentive(self._look, timeout)
             if ready and time.monotonic() - began < SPIN_SECONDS:
@@ -144,9 +156,11 @@ class Poller:
         if timeout is not None and timeout < SPIN_SECONDS:
             return []
         look, clock = self._look, time.monotonic
-        while clock() < until:
+        while (now := clock()) < until:
             ready = look(0)
             if ready:
+                if now - began > SLOW_SECONDS:
+                    self._spun += now - began
                 self._pause = max(1, self._pause // 2)
                 return ready
             _yield()
