@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import threading
 import time
 import weakref
 from collections import deque
@@ -140,7 +139,8 @@ class Lender:
         forks.register(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        # Handlers of signals wait for it: they may come to the same place.
+        self._lock = speed.Lock()
         self._closed = False
         self.segments: dict[int, Segment] = {}
         self.dropped = 0
@@ -175,19 +175,22 @@ class Lender:
         with self._lock:
             self._collect()
             place = self._find(self._size(whole), grow)
-            if place is None:
-                return None
-            segment, offset = place
-            lease = np.ndarray.__new__(_Lease, (whole,), np.uint8, segment.map, offset)
-            out = _Out(lease, self._ended.append)
-            out.place = place
-            self._out[place] = out
-            self._idle[segment.block_bytes].pop()
-            if not counted:
-                return Block(segment, offset, lease.data)
-            counter = lease.data[-COUNTER_BYTES:]
-            counter[:] = bytes(COUNTER_BYTES)
-            return Block(segment, offset, lease.data[:nbytes], counter)
+            if place is not None:
+                segment, offset = place
+                area = (whole,), np.uint8, segment.map, offset
+                lease = np.ndarray.__new__(_Lease, *area)
+                out = _Out(lease, self._ended.append)
+                out.place = place
+                self._out[place] = out
+                self._idle[segment.block_bytes].pop()
+        if place is None:
+            self._complain(whole)
+            return None
+        if not counted:
+            return Block(segment, offset, lease.data)
+        counter = lease.data[-COUNTER_BYTES:]
+        counter[:] = bytes(COUNTER_BYTES)
+        return Block(segment, offset, lease.data[:nbytes], counter)
 
     def block_bytes(self, nbytes: int, counted: bool) -> int:
         """The size of the blocks that `take` makes for such a message."""
@@ -298,20 +301,20 @@ class Lender:
             if blocks == 1 and not unused:
                 self.refusal = str(error)
                 self.full = error.errno not in (errno.EMFILE, errno.ENFILE)
-                self._complain(size)
                 return None
         if blocks == 1:
             self._retire(unused.pop(0))
         return self._allocate(1, size, unused)
 
-    def _complain(self, size: int) -> None:
-        if not self._complained:
+    def _complain(self, nbytes: int) -> None:
+        """Without the lock: a handler of the log may publish, too."""
+        if self.refusal and not self._complained:
             self._complained = True
             logger.warning(
                 "no shared memory for a message of %d bytes: %s; such messages wait "
                 "for others to be read, or go through the socket. Raise the limit that "
                 "the error names, or lower shm_bytes",
-                size,
+                nbytes,
                 self.refusal,
             )
 

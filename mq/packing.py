@@ -351,15 +351,19 @@ def _subscript(key: Any) -> str:
 
 
 def _load_handlers() -> None:
-    # A payload can hold arrays and tensors only where their library is loaded already.
-    if "numpy" in sys.modules:
-        from mq import arrays
+    from mq.speed import Lock  # it loads NumPy, as every queue does
 
-        _HANDLERS.update(arrays.HANDLERS)
-    if "torch" in sys.modules:
-        from mq import tensors
+    # Handlers of signals wait: one may publish an array, for which it comes here, too.
+    with Lock():
+        # A payload can hold arrays and tensors only where their library is loaded.
+        if "numpy" in sys.modules:
+            from mq import arrays
 
-        _HANDLERS.update(tensors.HANDLERS)
+            _HANDLERS.update(arrays.HANDLERS)
+        if "torch" in sys.modules:
+            from mq import tensors
+
+            _HANDLERS.update(tensors.HANDLERS)
 
 
 _HANDLERS: Final[dict[type, Handler]] = {

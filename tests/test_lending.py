@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mq import borrowing
+from mq import borrowing, signals, speed
 from mq.borrowing import Key, Mapping, Returns, Unmapped, arm, is_borrowed, settle
 from mq.buffers import Pool
 from mq.lending import BLOCK_BYTES, Block, Lender
@@ -51,6 +51,51 @@ def memfds() -> list[int]:
 def fill(lender: Lender, nbytes: int = BLOCK_BYTES) -> list[Block]:
     """All blocks that there are."""
     return list(iter(lambda: lender.take(nbytes), None))
+
+
+@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed is not built here")
+def test_a_handler_of_a_signal_does_not_come_into_the_middle_of_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may publish, too, and would wait for itself."""
+    lender = Lender(LIMIT)
+    locked: list[bool] = []
+
+    def find(size: int, grow: bool) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Lender._find(lender, size, grow)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        locked.append(lender._lock.locked())
+
+    monkeypatch.setattr(lender, "_find", find)
+    before = signal.signal(signal.SIGTERM, handle)
+    signals.hold()
+    try:
+        block = lender.take(BLOCK_BYTES)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert block is not None
+    assert locked == [False]
+
+
+def test_a_handler_of_the_log_may_take_memory_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is told of memory that the system refuses; it may publish."""
+    lender = Lender(LIMIT)
+    told: list[bool] = []
+
+    def refuse(*size: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    def warn(*message: object) -> None:
+        told.append(lender._lock.locked())
+
+    monkeypatch.setattr("mq.lending.Segment", refuse)
+    monkeypatch.setattr("mq.lending.logger.warning", warn)
+    assert lender.take(BLOCK_BYTES) is None
+    assert told == [False]
 
 
 def test_a_block_returns_when_the_last_view_of_it_dies() -> None:

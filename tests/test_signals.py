@@ -354,6 +354,34 @@ def test_the_first_handler_of_all_may_come_later() -> None:
     assert output_of(FIRST_HANDLER).strip() == "['whole']"
 
 
+FIRST_ARRAY = """
+import os, signal, sys
+import numpy
+import mq
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy.typing":  # in the middle of mq.arrays
+            os.kill(os.getpid(), signal.SIGTERM)
+
+def publish(number, frame):
+    queue.publish("t", numpy.ones(3))
+    print("published")
+
+signal.signal(signal.SIGTERM, publish)
+with mq.connect("inproc", group="first-array") as queue:
+    sys.meta_path.insert(0, Finder())
+    queue.publish("t", numpy.zeros(3))
+    assert queue.stats()["topics"]["t"]["published"] == 2
+"""
+
+
+@compiled
+def test_a_handler_may_publish_an_array_in_the_middle_of_the_first() -> None:
+    """What packs arrays is loaded with the first of them."""
+    assert output_of(FIRST_ARRAY).strip() == "published"
+
+
 @compiled
 def test_a_child_forked_meanwhile_gets_its_signals() -> None:
     """By another thread, which is the main thread of the child."""
