@@ -206,6 +206,35 @@ def test_an_interrupt_that_took_a_wake_up_does_not_swallow_the_next(
         poller.close()
 
 
+def test_a_handlers_wait_is_woken_though_the_one_below_took_a_wake_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal may come just after the kernel has reported an event, too."""
+    poller = Poller()
+    look = poller._look
+    woken: list[list[int]] = []
+
+    def interrupted(timeout: float | None) -> list[int]:
+        monkeypatch.setattr(poller, "_look", wakened)
+        found = look(timeout)
+        poller.wait(5.0)  # the handler's
+        return found
+
+    def wakened(timeout: float | None) -> list[int]:
+        poller.wake()  # in another thread
+        found = look(0)
+        woken.append(list(found))
+        return found
+
+    try:
+        poller.wake()
+        monkeypatch.setattr(poller, "_look", interrupted)
+        poller.wait(5.0)
+        assert woken == [[poller.wake_fd]]
+    finally:
+        poller.close()
+
+
 def test_who_comes_to_wait_once_it_is_closed_is_woken() -> None:
     """And then finds the queue closed."""
     poller = Poller()

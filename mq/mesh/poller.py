@@ -118,6 +118,9 @@ class Poller:
             The registered descriptors that are readable; none after a time-out or a
             mere wake-up.
         """
+        # A wake-up may have been taken by a wait that a signal's handler interrupted,
+        # which waits itself now; without this no other would ever be written.
+        self._have_written()
         try:
             ready = self._wait(timeout, seen if self.spins else None)
             if self._reader in ready and not self._edge:
@@ -126,15 +129,20 @@ class Poller:
                 except BlockingIOError:  # another waiting thread was first
                     pass
         except BaseException as error:
-            # It may have taken a wake-up; without this no other would ever be written.
-            self._woken = not self._fds
+            self._have_written()  # it may have taken a wake-up, too
             if self._fds or not isinstance(error, ValueError | OSError):
                 raise
             return []  # closed meanwhile: by another thread, or by a signal's handler
         if self._reader in ready:
-            self._woken = False  # only now, else a wake-up in between would stick
+            self._have_written()  # only now, else a wake-up in between would stick
             ready.remove(self._reader)
         return ready
+
+    def _have_written(self) -> None:
+        """From here on `wake` writes, unless the descriptor is closed."""
+        self._woken = False
+        if not self._fds:
+            self._woken = True
 
     def _wait(self, timeout: float | None, seen: int | None) -> list[int]:
         if seen is None:

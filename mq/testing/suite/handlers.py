@@ -17,7 +17,6 @@ from mq.testing.cases import case
 from mq.testing.harness import Group
 from mq.testing.waiting import STEP
 
-
 _LARGE = 100_000
 
 
