@@ -76,7 +76,7 @@ def lay_out(memory: memoryview, shape: Sequence[int], dtype: Any) -> Any:
         import torch
 
         if not nbytes:
-            return torch.empty(sizes, dtype=dtype)
+            return torch.empty(sizes, dtype=dtype, device="cpu")
         return torch.frombuffer(data, dtype=dtype).reshape(sizes)
     return np.ndarray(sizes, dtype, data)
 

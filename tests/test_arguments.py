@@ -134,6 +134,12 @@ def test_a_loan_names_its_dtype(pair: Pair) -> None:
         pass
 
 
+def test_a_loan_of_nothing_is_in_host_memory(pair: Pair) -> None:
+    """As any other, whatever device the application makes tensors on by default."""
+    with torch.device("meta"), pair[0].loan("t", (0, 3), torch.float32) as tensor:
+        assert tensor.device.type == "cpu"
+
+
 def test_subscriptions_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer takes no more of them: it would give this member up."""
     monkeypatch.setattr("mq.message.MAX_SUBSCRIPTIONS", 2)

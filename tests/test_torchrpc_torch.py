@@ -95,6 +95,17 @@ def test_a_wrong_answer_to_the_self_test_is_noticed(
     poller.close()
 
 
+def test_a_default_device_of_the_application_is_not_that_of_the_self_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is in force in the thread that connects, where that is not the main one."""
+    monkeypatch.setattr(shared, "_tested", set())
+    with torch.device("meta"), World(TorchRpcLink) as world:
+        dialled, accepted = world.connect()
+        world.send(dialled, b"head", bytes(300_000))
+        world.arrive(world.members[1].received.setdefault(accepted, []), 1)
+
+
 def test_infiniband_is_used_only_where_there_is_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

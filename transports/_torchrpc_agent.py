@@ -340,7 +340,7 @@ class Agent:
             RuntimeError: No answer, or a wrong one.
         """
         peer = self._add(self.url)
-        for sent in ([b"mq"], [b"mq", torch.arange(5)]):
+        for sent in ([b"mq"], [b"mq", torch.arange(5, device="cpu")]):
             answer = self._ask(peer, echo, (sent,), with_tensors=len(sent) > 1)
             if len(answer) != len(sent) or not all(map(_equal, sent, answer)):
                 raise RuntimeError(f"a call to itself was answered by {answer!r}")
