@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from mq import extensions as ext
+from mq.errors import CodecError
 from mq.frames import align_area
 
 _streams: Final[dict[torch.device, Any]] = {}
@@ -27,19 +28,35 @@ class Piece:
     Attributes:
         tensor: 1-D, uint8, contiguous, with a storage of exactly its bytes.
         ready: The event after which it holds its bytes; None: it does.
+        problem: Why it never will, or "".
     """
 
-    __slots__ = ("ready", "tensor")
+    __slots__ = ("problem", "ready", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, ready: Any = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, ready: Any = None, problem: str = ""
+    ) -> None:
         self.tensor = tensor
         self.ready = ready
+        self.problem = problem
+
+    @classmethod
+    def arrived(cls, tensor: torch.Tensor) -> Piece:
+        """What the current stream has filled; who uses it learns of a problem."""
+        try:
+            return cls(tensor, filled(tensor.device))
+        except RuntimeError as error:
+            return cls(tensor, problem=_first_line(error))
 
     def __len__(self) -> int:
         return self.tensor.numel()
 
     def copy_to(self, view: memoryview) -> None:
-        """Copy it into host memory of its size; waits until it is there."""
+        """Copy it into host memory of its size; waits until it is there.
+
+        Raises:
+            RuntimeError: The device has failed.
+        """
         # Aside, for what the application has given its own stream may take long.
         with _aside([self.tensor.device]):
             _await(self.ready, self.tensor.device)
@@ -69,15 +86,28 @@ class Landing:
         """Put a piece in its place; doing so again changes nothing.
 
         Raises:
-            ValueError: It is on another device, or that has no room.
+            ValueError: It is on another device, or that has no room or has failed.
         """
         if piece.tensor.device != self._device:
             raise ValueError(
                 f"a piece on {piece.tensor.device} of an area on {self._device}"
             )
+        if piece.problem:
+            raise ValueError(
+                f"a piece on {self._device} did not arrive: {piece.problem}"
+            )
         if len(piece) == self._nbytes:
             self._tensor, self._ready = piece.tensor, piece.ready
             return
+        try:
+            self._copy(start, piece)
+        except RuntimeError as error:
+            raise ValueError(
+                f"a piece on {self._device} cannot be put in its place: "
+                f"{_first_line(error)}"
+            ) from error
+
+    def _copy(self, start: int, piece: Piece) -> None:
         # The thread that happens to move pieces may be in inference mode. A tensor made
         # there is one that nothing outside of it may write to or train with.
         with torch.inference_mode(False), _aside([self._device]):
@@ -87,9 +117,9 @@ class Landing:
                         self._nbytes, dtype=torch.uint8, device=self._device
                     )
                 except RuntimeError as error:
-                    first = str(error).partition("\n")[0]
                     raise ValueError(
-                        f"no room for {self._nbytes} bytes on {self._device}: {first}"
+                        f"no room for {self._nbytes} bytes on {self._device}: "
+                        f"{_first_line(error)}"
                     ) from error
             _await(piece.ready, self._device)
             self._tensor[start : start + len(piece)].copy_(piece.tensor)
@@ -137,11 +167,23 @@ class Area:
             )
 
     def pieces(self, most: int) -> Sequence[Piece]:
-        """Its pieces, of `most` bytes but for the last: made by the first call."""
+        """Its pieces, of `most` bytes but for the last: made by the first call.
+
+        Raises:
+            CodecError: The device has failed.
+        """
         if self._pieces is None:
-            self._pad(self.nbytes - self._end)
-            copies = [torch.cat(parts) for parts in _cut(self._parts, most)]
-            ready = filled(self._device)
+            try:
+                self._pad(self.nbytes - self._end)
+                copies = [torch.cat(parts) for parts in _cut(self._parts, most)]
+                ready = filled(self._device)
+            except torch.cuda.OutOfMemoryError:
+                raise  # which says more, and of which the application may make room
+            except RuntimeError as error:
+                raise CodecError(
+                    f"the tensors on {self.device} cannot be copied: "
+                    f"{_first_line(error)}; nobody got the message"
+                ) from error
             self._pieces = [Piece(copy, ready) for copy in copies]
             self._parts.clear()
         return self._pieces
@@ -160,6 +202,10 @@ def _cut(parts: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor
             room -= part.numel()
     if run:
         yield run
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 # -- streams ----------

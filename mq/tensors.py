@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
@@ -95,6 +96,10 @@ def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
             f"torch does not give a tensor's data here: {_first_line(error)}; publish "
             "it outside of FakeTensorMode"
         ) from error
+    except (torch.cuda.OutOfMemoryError, RecursionError):
+        raise
+    except RuntimeError as error:  # a GPU that has failed, above all
+        raise Refusal(f"torch cannot copy a tensor: {_first_line(error)}") from error
 
 
 def _packed(packer: Packer, tensor: torch.Tensor) -> Any:
@@ -198,8 +203,18 @@ def _stage(packer: Packer, tensor: torch.Tensor) -> torch.Tensor:
     host.copy_(tensor, non_blocking=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record(torch.cuda.current_stream(tensor.device))
-    packer.waits.append(done.synchronize)
+    packer.waits.append(functools.partial(_finish, done, tensor.device))
     return host
+
+
+def _finish(done: torch.cuda.Event, device: torch.device) -> None:
+    try:
+        done.synchronize()
+    except RuntimeError as error:
+        raise CodecError(
+            f"tensors on {device} cannot be copied into host memory: "
+            f"{_first_line(error)}; nobody got the message"
+        ) from error
 
 
 def _unsendable(tensor: torch.Tensor) -> str:

@@ -381,6 +381,57 @@ def test_a_piece_on_another_device_or_without_room_is_refused() -> None:
         landing.add(0, Piece(whole.to("meta")))
 
 
+def broken(*args: object, **kwargs: object) -> None:
+    """What any call may do once the device has failed."""
+    raise RuntimeError("CUDA error: an assert\nCompile with TORCH_USE_CUDA_DSA")
+
+
+@pytest.mark.parametrize("step", ["_await", "_used_here", "filled", "_aside"])
+def test_a_device_that_fails_as_pieces_land_is_the_reason_that_is_given(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Of one kind for whoever puts them together, wherever torch notices."""
+    monkeypatch.setattr(devices, step, broken)
+    piece = Piece(torch.zeros(100, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"a piece on cpu .*: CUDA error: an assert$"):
+        piece.begin(256).add(0, piece)
+
+
+def test_a_device_that_fails_as_a_piece_arrives_is_told_of_where_it_lands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who takes it from the wire can tell nobody; small pieces are whole areas."""
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "filled", broken)
+        piece = Piece.arrived(torch.zeros(256, dtype=torch.uint8))
+    for nbytes in (256, 512):
+        with pytest.raises(ValueError, match=r"arrive: CUDA error: an assert$"):
+            piece.begin(nbytes).add(0, piece)
+
+
+def test_a_device_that_fails_as_it_is_copied_from_is_a_codec_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In `publish`; one that is only full has an error of torch's that says so."""
+    frames = CODEC.encode(torch.ones(3), "t", CARRIED)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", broken)
+        with pytest.raises(CodecError, match=r"tensors on cpu .* an assert; nobody"):
+            frames.areas[0].pieces(1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "contiguous", broken)
+        for carried in (CARRIED, frozenset[str]()):
+            with pytest.raises(CodecError, match=r"\['x'\].* CUDA error: an assert"):
+                CODEC.encode({"x": torch.ones(3, requires_grad=True)}, "t", carried)
+
+    def full(*args: object) -> None:
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch, "cat", full)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        frames.areas[0].pieces(1000)
+
+
 def test_pieces_are_put_together_alike_in_inference_mode_and_out_of_it() -> None:
     """Any thread may come upon them; what they become can be trained with."""
     pieces = [Piece(torch.full((256,), n, dtype=torch.uint8)) for n in (1, 2)]

@@ -11,7 +11,7 @@ from scripted import Parcel, ScriptedConn
 from world import DEVICES, Got, World, area_of, tensors_of
 
 from mq.devices import Landing, Piece
-from mq.errors import MessagesLost, MessageTooLarge
+from mq.errors import CodecError, MessagesLost, MessageTooLarge
 from mq.frames import Frames
 from mq.mesh import wire
 from mq.mesh.publisher import Publisher
@@ -222,6 +222,41 @@ def test_a_device_without_room_is_the_reason_of_what_is_lost(
     for told in (notice, pickle.loads(pickle.dumps(notice))):
         assert told.reason == "malformed frames: no room for 768 bytes on cuda:7"
         assert str(told).endswith(f"this member gave 'a' up: {told.reason}")
+
+
+def _broken(piece: Piece, view: memoryview) -> None:
+    raise RuntimeError("CUDA error: an assert\nCompile with TORCH_USE_CUDA_DSA")
+
+
+def test_a_device_that_fails_as_a_message_is_staged_is_a_codec_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody got the message, and the queue goes on."""
+    world = subscribed({"b": 2, "c": 0})
+    with monkeypatch.context() as patched:
+        patched.setattr(Piece, "copy_to", _broken)
+        with pytest.raises(CodecError, match=r"on cpu.* CUDA error: an assert$"):
+            world["a"].publish("t", CONTENT, areas=AREAS)
+        world.advance(1.0)
+    assert world["a"].publish("t", ONE, areas=AREAS[:1])
+    world.advance(1.0)
+    assert world["b"].payloads() == world["c"].payloads() == [ONE]
+
+
+def test_a_retained_message_on_a_device_that_has_failed_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For want of it alone no subscriber is refused; the log says so."""
+    world = World("a", carries={"a": 2, "late": 0})
+    assert world["a"].publish("t", CONTENT, retain=True, areas=AREAS)
+    monkeypatch.setattr(Piece, "copy_to", _broken)
+    world.join("late").subscribe("t")
+    world.settle()
+    assert "the retained message on 't' is dropped" in caplog.text
+    assert "CUDA error: an assert" in caplog.text
+    assert world["a"].publish("t", b"after it")
+    world.settle()
+    assert world["late"].payloads() == [b"after it"]
 
 
 # -- what anybody may send ----------

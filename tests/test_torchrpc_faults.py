@@ -19,6 +19,7 @@ import mq
 from mq.testing.proxy import Proxy
 from mq.transport import Conn, What
 from transports import _torchrpc_agent as rpc_agent
+from transports import _torchrpc_conns
 from transports import _torchrpc_shared as shared
 from transports._torchrpc_agent import private, rpc
 from transports.torchrpc import TorchRpcLink
@@ -62,6 +63,28 @@ def test_a_break_of_tensorpipes_own_connections_is_lost_and_mended() -> None:
                 assert proxy.cut() >= 1
                 world.lost(0, dialled)
                 world.lost(1, accepted)
+
+
+def test_what_cannot_be_taken_in_breaks_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once, and with the reason; the next dial begins afresh."""
+
+    def failing(*args: object) -> int:
+        raise RuntimeError("out of order")
+
+    with World(TorchRpcLink) as world:
+        dialled, accepted = world.connect()
+        with monkeypatch.context() as patch:
+            patch.setattr(_torchrpc_conns, "weight_of", failing)
+            world.send(dialled, b"head")
+            world.lost(1, accepted)
+            world.lost(0, dialled)
+        reasons = [event.reason for event in world.members[1].events if event.reason]
+        assert reasons == ["what the peer has sent cannot be taken in: out of order"]
+        again, accepted = world.connect()
+        world.send(again, b"new")
+        world.until(lambda: accepted in world.members[1].received, "the new message")
 
 
 def test_a_queue_resumes_after_its_socket_was_cut() -> None:

@@ -34,6 +34,9 @@ class Receiver(Protocol):
     def arrive(self, sequence: int, heads: Any, bodies: Any, waits: Any) -> Any:
         """Take a batch; runs in a thread of TensorPipe's. Returns the answer."""
 
+    def fail(self, reason: str) -> None:
+        """Nothing more can be taken; from any thread."""
+
 
 receivers: dict[bytes, Receiver] = {}
 """By the token that a connection's peer was told."""
@@ -62,7 +65,8 @@ def deliver(token: bytes, sequence: int, heads: Any, bodies: Any, waits: bool) -
         return done(False)
     try:
         return receiver.arrive(sequence, heads, bodies, waits)
-    except Exception:  # torch would print it to stderr; the sender needs no more
+    except Exception as error:  # torch would print it to stderr, and send it back
+        receiver.fail(f"what the peer has sent cannot be taken in: {error}")
         return done(False)
 
 

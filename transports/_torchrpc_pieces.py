@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from mq.devices import Piece, filled
+from mq.devices import Piece
 from transports._torchrpc_bodies import Body, size_of
 
 HOST_SHARE: Final = 4
@@ -75,5 +75,5 @@ def unwrap(bodies: object, devices: Collection[str], most: int) -> bool:
             or not 0 < len(tensor) <= most
         ):
             return False
-        bodies[index] = Piece(tensor, filled(tensor.device))
+        bodies[index] = Piece.arrived(tensor)
     return True

@@ -192,8 +192,9 @@ class Backlog:
     def _append_chunk(self, feed: Feed, message: Outgoing, large: Large) -> None:
         index = 0 if feed.progress is None else feed.progress[1]
         large.cut_block()
-        if not large.devices.issubset(self.devices or ()):
-            large = large.stage(self._take)
+        if large.must_be_staged(self.devices):
+            assert large.staged is not None  # before it was this subscriber's
+            large = large.staged
         chunk = large.chunks[index]
         assert chunk is not None
         last = index + 1 == len(large.chunks)

@@ -12,6 +12,7 @@ from mq.mesh.outgoing import NO_LIMIT, Outgoing, size_of
 if TYPE_CHECKING:
     from mq.mesh.outgoing import Topic
     from mq.mesh.session import Session
+    from mq.mesh.wire import Subscribe
 
 
 class Small(NamedTuple):
@@ -61,24 +62,14 @@ class Feed:
         "withheld",
     )
 
-    def __init__(
-        self,
-        session: Session,
-        topic: Topic,
-        subscription: int,
-        keep: int | None,
-        credit_messages: int,
-        credit_bytes: int,
-        seen: int,
-        follows: bool,
-    ) -> None:
+    def __init__(self, session: Session, topic: Topic, request: Subscribe) -> None:
         self.session = session
         self.topic = topic
-        self.subscription = subscription
-        self.keep = keep
-        self.follows = follows and keep is None
-        self.credit_messages = credit_messages
-        self.credit_bytes = credit_bytes
+        self.subscription = request.subscription
+        self.keep = request.keep
+        self.follows = request.follows and request.keep is None
+        self.credit_messages = request.messages
+        self.credit_bytes = request.nbytes
         self.progress: tuple[Outgoing, int] | None = None
         self.on_wire = False
         newest = topic.newest
@@ -89,7 +80,7 @@ class Feed:
         self.late: Outgoing | None = None
         retained = topic.retained
         self.withheld = 0
-        if retained is None or retained.sequence <= seen:
+        if retained is None or retained.sequence <= request.seen:
             return
         if len(retained.data) > session.peer.max_message_bytes:
             self.withheld = len(retained.data)

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.buffers import copy
+from mq.errors import CodecError
 from mq.frames import ALIGNMENT, align
 from mq.transport import CHUNK_BYTES, PIECE_BYTES
 
@@ -83,17 +84,18 @@ class Large:
         block: All of it in memory that some peers read in place, if it is there.
         areas: Sizes in bytes of its areas on devices.
         devices: Those devices.
+        staged: All of it in host memory, where `stage` was called.
     """
 
     __slots__ = (
         "_chunk_bytes",
         "_nbytes",
-        "_staged",
         "areas",
         "block",
         "chunks",
         "devices",
         "owned",
+        "staged",
     )
 
     def __init__(
@@ -107,7 +109,7 @@ class Large:
     ) -> None:
         self._nbytes = nbytes
         self._chunk_bytes = chunk_bytes
-        self._staged: Large | None = None
+        self.staged: Large | None = None
         self.chunks = chunks
         self.block = block
         self.areas = areas
@@ -129,12 +131,19 @@ class Large:
             chunks.append(chunk)
         self.chunks = chunks  # in one step: an interrupt before it leaves none
 
-    def stage(self, take: Take) -> Large:
-        """All of it in host memory, for those who do not get its areas otherwise.
+    def must_be_staged(self, devices: Iterable[str] | None) -> bool:
+        """Whether a peer gets not all of it, who gets tensors of these devices."""
+        return not self.devices.issubset(devices or ())
+
+    def stage(self, take: Take) -> None:
+        """Have all of it in host memory, for those who do not get its areas otherwise.
 
         Copied once, and it waits for that. Every chunk must still be there.
+
+        Raises:
+            CodecError: A device has failed.
         """
-        if self._staged is None:
+        if self.staged is None:
             memory = take(self._nbytes)
             begins = list(
                 accumulate(self.areas, initial=self._nbytes - sum(self.areas))
@@ -148,12 +157,11 @@ class Large:
                     memory[begin : begin + len(chunk.view)] = chunk.view
                 elif chunk.piece is not None:
                     begin = begins[chunk.area] + chunk.start
-                    chunk.piece.copy_to(memory[begin : begin + len(chunk.piece)])
+                    _copy(chunk.piece, memory[begin : begin + len(chunk.piece)])
             staged = Large(self._nbytes, [], chunk_bytes=self._chunk_bytes)
             staged._cut_own(memory)
             staged.owned = True
-            self._staged = staged
-        return self._staged
+            self.staged = staged
 
     def __len__(self) -> int:
         return self._nbytes
@@ -185,6 +193,17 @@ class Large:
         while index > 0 and self.chunks[index - 1] is not None:
             index -= 1
             self.chunks[index] = None
+
+
+def _copy(piece: Piece, into: memoryview) -> None:
+    try:
+        piece.copy_to(into)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise CodecError(
+            f"the tensors on {piece.tensor.device} cannot be copied into host memory: "
+            f"{first}"
+        ) from error
 
 
 class Cutting(NamedTuple):

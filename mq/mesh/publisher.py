@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mq.errors import CodecError
+from mq.log import Log
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.feed import Feed
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from mq.frames import Frames
     from mq.lending import Block
     from mq.mesh.session import Session
+
+logger = Log(__name__)
 
 _TRIM_EVERY = 64
 """Messages after which the log is trimmed even if nothing leaves."""
@@ -108,6 +111,9 @@ class Publisher:
                 data = whole(frames, self._take, lead)
             else:
                 data = cut(frames, self._cutting, most)
+            # Now: later there would be nobody to tell that it cannot be copied.
+            if any(data.must_be_staged(feed.session.devices) for feed in topic.feeds):
+                data.stage(self._take)
             if retain:
                 data.own(self._take, range(len(data.chunks)))
         self.fill()  # an earlier one, if two interrupts have kept it from being written
@@ -202,16 +208,10 @@ class Publisher:
         answers: list[Begun] = []
         for request in self._new(session, requests):
             topic = self._listed(request.topic)
-            feed = feeds[request.subscription] = Feed(
-                session,
-                topic,
-                request.subscription,
-                request.keep,
-                request.messages,
-                request.nbytes,
-                request.seen,
-                request.follows,
-            )
+            feed = Feed(session, topic, request)
+            if feed.late is not None and not self._stage(feed.late.data, feed):
+                feed = Feed(session, topic, request)
+            feeds[request.subscription] = feed
             retained = -1 if feed.late is None else feed.late.sequence
             answer = request.subscription, feed.joined, retained
             late = feed.withheld
@@ -227,6 +227,18 @@ class Publisher:
         session.count_answer(frame)
         for feed in feeds.values():
             self._adopt(feed)
+
+    def _stage(self, data: bytes | Large, feed: Feed) -> bool:
+        """See that a peer can be sent what is retained, which is dropped else."""
+        try:
+            if isinstance(data, Large) and data.must_be_staged(feed.session.devices):
+                data.stage(self._take)
+        except CodecError as error:
+            feed.topic.retained = None
+            said = "the retained message on %r is dropped: %s"
+            logger.warning(said, feed.topic.name, str(error))
+            return False
+        return True
 
     def _new(self, session: Session, requests: Sequence[Subscribe]) -> list[Subscribe]:
         """Those not sent again. Raises: Malformed, if one of them cannot be met."""
