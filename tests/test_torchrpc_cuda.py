@@ -21,8 +21,6 @@ from transports import _torchrpc_shared as shared
 from transports.torchrpc import TorchRpcLink
 from transports.torchrpc_cuda import TorchRpcCudaLink
 
-GPUS = rpc_agent.gpus
-
 
 def test_cuda_without_cuda_says_so_and_what_to_do() -> None:
     """A typed error, at once, with the remedy."""
@@ -44,6 +42,7 @@ def test_a_map_is_checked_against_the_gpus_here(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
 ) -> None:
     """At connect, before anything is opened; the entry is named."""
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     poller = Poller()
     with pytest.raises(ValueError, match=words):
@@ -55,6 +54,7 @@ def test_a_map_is_checked_against_the_gpus_here(
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that believes that it has two GPUs; no tensor is ever on one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(rpc_agent, "gpus", lambda indices: [])
     monkeypatch.setattr(rpc_agent.Agent, "_test_gpus", lambda agent: None)
@@ -73,12 +73,41 @@ def test_a_process_forked_from_one_that_used_cuda_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the remedy; that TensorPipe does not start would lead astray."""
-    monkeypatch.setattr(rpc_agent, "gpus", GPUS)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(mq.ForkedProcess, match=r"CUDA was used .* 'spawn'"):
         mq.connect("cuda", group="forked", name="a")
     # Without a GPU there is nothing that does not survive.
     mq.connect("cuda", group="forked", name="a", local_devices=[]).close()
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_are_counted_once_cuda_has_been_initialised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, torch asks NVML, which counts others than CUDA where MIG is in use."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: asked.append("init"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 if asked else 8)
+    with World(TorchRpcCudaLink, 1) as world:
+        link = world.members[0].link
+        assert isinstance(link, TorchRpcCudaLink)
+        assert link.describe()["local devices"] == "cuda:0"
+        assert link.agent.options.devices == (0,)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_cuda_that_cannot_be_initialised_is_not_usable_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A typed error with the reason, and another queue may be tried."""
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: the driver is too old\nmore of it")
+
+    monkeypatch.setattr(torch.cuda, "init", fails)
+    with pytest.raises(TransportUnavailable, match=r"too old; use torchrpc:cpu$"):
+        mq.connect("cuda", group="old", name="a")
+    mq.connect("torchrpc:cpu", group="old", name="a").close()
 
 
 @pytest.mark.usefixtures("two_gpus")

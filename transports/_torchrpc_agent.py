@@ -141,10 +141,7 @@ def channels_here(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def gpus(indices: tuple[int, ...]) -> list[torch.device]:
-    """These GPUs as TensorPipe takes them, ready for its threads to use."""
-    if indices:
-        native.check_fork()
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+    """These GPUs as TensorPipe takes them."""
     return [torch.device("cuda", index) for index in indices]
 
 

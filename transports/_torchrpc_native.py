@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from mq.errors import ForkedProcess
+from mq.errors import ForkedProcess, TransportUnavailable
 
 _ERRORS: Final = 2  # of FLAGS_caffe2_log_level
 _WORTH_BYTES: Final = 64 << 20
@@ -88,13 +88,28 @@ def open_libuv() -> None:
             uv.uv_loop_close(loop)
 
 
-def check_fork() -> None:
-    """Raises: ForkedProcess, if CUDA was used before this process was forked."""
+def init_cuda() -> None:
+    """Make CUDA ready for TensorPipe's threads; only then torch counts its GPUs right.
+
+    Before, it asks NVML, which shows others where MIG is in use.
+
+    Raises:
+        ForkedProcess: CUDA was used before this process was forked.
+        TransportUnavailable: It cannot be initialised.
+    """
     if torch.cuda._is_in_bad_fork():
         raise ForkedProcess(
             "CUDA was used in the process of which this one is a fork, and does not "
             "survive that; start processes with the method 'spawn' or 'forkserver'"
         )
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise TransportUnavailable(
+            f"torch {torch.__version__} cannot initialise CUDA: {first}; use "
+            "torchrpc:cpu"
+        ) from error
 
 
 log_level = LogLevel()

@@ -15,6 +15,7 @@ from mq.options import whole
 from mq.transport import Capabilities
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_devices as devices
+from transports import _torchrpc_native as native
 from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import Control, Greeting, Misfit
@@ -95,6 +96,8 @@ class TorchRpcCudaLink(TorchRpcLink):
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
     ) -> list[str]:
+        if self._local_devices != ():
+            native.init_cuda()
         count = torch.cuda.device_count()
         self._local = devices.local_devices(self._local_devices, count)
         devices.check_local(self._wanted, self._local, count)
