@@ -290,6 +290,19 @@ def test_without_a_channel_a_gpu_or_a_map_tensors_are_staged(
 
 
 @pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("channels", [None, "cma,basic,cuda_ipc,cuda_basic"])
+def test_without_a_gpu_no_channel_for_gpus_is_loaded(channels: str | None) -> None:
+    """It would touch CUDA, which a child of a process that uses it must not."""
+    options = {} if channels is None else {"channels": channels}
+    make = functools.partial(TorchRpcCudaLink, local_devices=[], **options)
+    with World(make, 1) as world:
+        link = world.members[0].link
+        assert isinstance(link, TorchRpcCudaLink)
+        assert link.agent.options.channels == ("cma", "basic")
+        assert link.describe()["channels"] == "cma,basic"
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_peers_beyond_the_names_are_staged_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

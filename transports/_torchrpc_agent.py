@@ -120,6 +120,11 @@ class Options:
             self, host=addresses.numeric_host(addresses.reachable_host(host))
         )
 
+    def without(self, channels: Sequence[str]) -> Options:
+        """The same without these channels."""
+        left = tuple(name for name in self.channels if name not in channels)
+        return replace(self, channels=left)
+
     def make_fork_safe(self) -> None:
         """Tell the driver of InfiniBand, before its first use, that there may be forks.
 

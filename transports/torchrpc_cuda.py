@@ -78,6 +78,8 @@ class TorchRpcCudaLink(TorchRpcLink):
         self._names = ("", "")
         self._wanted = devices.parse(device_map)
         self._local_devices = devices.chosen(local_devices)
+        if self._local_devices == ():  # so that CUDA is not touched
+            self._options = self._options.without(rpc_agent.GPU_CHANNELS)
         self._met: set[str] = set()
 
     @classmethod
