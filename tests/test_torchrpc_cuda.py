@@ -302,6 +302,41 @@ def test_without_a_gpu_no_channel_for_gpus_is_loaded(channels: str | None) -> No
         assert link.describe()["channels"] == "cma,basic"
 
 
+IPC = ("cma", "basic", "cuda_ipc", "cuda_basic")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_only_the_first_agent_of_a_process_has_cuda_ipc(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Peers know its memory by the id of the process, and would read that for ever."""
+    monkeypatch.setattr(rpc_agent, "channels_here", lambda names: IPC)
+    monkeypatch.setattr(shared, "_had_ipc", False)
+    make = functools.partial(TorchRpcCudaLink, map_name="a")
+    with World(make) as world:  # of two queues
+        for member in world.members:
+            assert member.link.describe()["channels"] == ",".join(IPC)
+            assert "channels left out" not in member.link.describe()
+        dialled, _ = world.connect()
+        assert dialled.describe()["channels"] == ",".join(IPC)
+    assert "cuda_ipc" not in caplog.text
+    with World(make) as world:
+        for member in world.members:
+            described = member.link.describe()
+            assert described["channels"] == "cma,basic,cuda_basic"
+            assert described["channels left out"].startswith("cuda_ipc: ")
+        assert caplog.text.count("cuda_ipc") == 1
+        dialled, accepted = world.connect()
+        for conn in (dialled, accepted):
+            assert conn.describe()["channels"] == "cma,basic,cuda_basic"
+    # Nobody has met an agent that had none.
+    monkeypatch.setattr(shared, "_had_ipc", False)
+    without = ("cma", "basic", "cuda_basic")
+    for channels in (without, IPC):
+        with World(functools.partial(make, channels=channels), 1) as world:
+            assert world.members[0].link.describe()["channels"] == ",".join(channels)
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_peers_beyond_the_names_are_staged_and_logged(
     caplog: pytest.LogCaptureFixture,

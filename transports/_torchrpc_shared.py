@@ -11,30 +11,46 @@ import atexit
 import contextlib
 import os
 import threading
+from typing import Final
 
 import torch
 
 from mq.errors import ForkedProcess, TransportUnavailable
+from mq.log import Log
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
 from transports._torchrpc_agent import TESTED, Agent, Options
 from transports._torchrpc_calls import receivers
 
+logger = Log(__name__)
+
+IPC: Final = "cuda_ipc"
+NO_IPC: Final = (
+    "an agent of this process has had it before, and by the process's id its peers "
+    "keep the memory on the GPU that it used; keep a queue open to keep the agent"
+)
+"""Why there is none."""
+
 _lock = threading.Lock()
 _current: Agent | None = None
 _used_by = 0
 _tested: set[tuple[int, ...]] = set()
+_had_ipc = False
+"""Whether an agent of this process has had the channel `cuda_ipc`."""
 
 
 def acquire(options: Options) -> Agent:
     """The agent of this process, started if this is its first user.
+
+    Only one agent in the life of a process has the channel `cuda_ipc`: later ones are
+    started without it.
 
     Raises:
         ForkedProcess: This process was forked from one that has used an agent, or CUDA.
         TransportUnavailable: TensorPipe cannot start here.
         ValueError: An agent with other options runs in this process.
     """
-    global _current, _used_by
+    global _current, _used_by, _had_ipc
     with _lock:
         if _used_by not in (0, os.getpid()):
             raise ForkedProcess(
@@ -44,12 +60,18 @@ def acquire(options: Options) -> Agent:
             )
         if _current is not None and not _current.alive:
             _current = None  # the application has shut it down; `release` frees it
+        ipc = _current is not None and IPC in _current.options.channels
+        if IPC in options.channels and _had_ipc and not ipc:
+            options = options.without([IPC])
+            if _current is None:
+                logger.warning("%s is left out: %s", IPC, NO_IPC)
         if _current is None:
             if not _used_by:
                 os.register_at_fork(after_in_child=_forked)
                 atexit.register(_exit)
             _used_by = os.getpid()
             _current = _start(options)
+            _had_ipc |= not _current.worker and IPC in options.channels
         elif not _current.worker and _current.options != options:
             raise ValueError(
                 f"another torchrpc queue of this process runs with {_current.options}, "

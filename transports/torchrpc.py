@@ -187,7 +187,7 @@ class TorchRpcLink(Link):
             agent=agent.id,
             url=agent.url,
             worker=agent.worker,
-            channels=self._options.channels,
+            channels=self.agent.options.channels,
             token=conn.token.hex(),
             link=link,
         )
@@ -262,7 +262,7 @@ class TorchRpcLink(Link):
         mine = (
             control.release(torch.__version__),
             self.agent.worker,
-            self._options.channels,
+            self.agent.options.channels,
         )
         control.compare(*mine, peer)
         if not peer.worker:
@@ -350,7 +350,7 @@ class TorchRpcLink(Link):
         """How TensorPipe reaches a peer; `Conn.describe` says it."""
         if peer.worker:
             return {"agent": peer.worker}
-        common = [name for name in self._options.channels if name in peer.channels]
+        common = [name for name in self.agent.options.channels if name in peer.channels]
         return {"agent": peer.url, "channels": ",".join(common)}
 
     def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:

@@ -16,6 +16,7 @@ from mq.transport import Capabilities
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_devices as devices
 from transports import _torchrpc_native as native
+from transports import _torchrpc_shared as shared
 from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import Control, Greeting, Misfit
@@ -162,6 +163,9 @@ class TorchRpcCudaLink(TorchRpcLink):
     def describe(self) -> Mapping[str, str]:
         described = dict(super().describe())
         described["local devices"] = ",".join(f"cuda:{index}" for index in self._local)
+        if shared.IPC in self._options.channels and not self.agent.worker:
+            if shared.IPC not in self.agent.options.channels:
+                described["channels left out"] = f"{shared.IPC}: {shared.NO_IPC}"
         if missing := self._missing():
             described["device map waits for"] = devices.describe(missing)
         return described
