@@ -169,6 +169,12 @@ def _plain(
 
 
 def _contiguous(tensor: torch.Tensor, carrier: torch.dtype | None) -> torch.Tensor:
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Refusal(
+            f"the current stream captures a CUDA graph, and the copy of a tensor on "
+            f"{tensor.device} would be made when that is replayed, and not now; "
+            "publish it after the capture"
+        )
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if carrier is not None:  # before any copy: torch warns of work in complex32
         tensor = tensor.view(carrier)

@@ -330,6 +330,20 @@ def test_whoever_uses_a_piece_waits_for_what_filled_it(
     assert streams.noted == [("aside", "wait for 1")]
 
 
+@pytest.mark.parametrize("carried", [CARRIED, frozenset[str]()])
+def test_a_tensor_is_not_published_into_a_graph_that_is_captured(
+    monkeypatch: pytest.MonkeyPatch, carried: frozenset[str]
+) -> None:
+    """The copy of it would be made at each replay, and not now, on any transport."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    payload = {"x": torch.ones(3, requires_grad=True)}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+        with pytest.raises(CodecError, match=r"\['x'\].*publish .* after the capture"):
+            CODEC.encode(payload, "t", carried)
+    assert CODEC.encode(payload, "t", carried)  # on the CPU it is no part of a graph
+
+
 def test_streams_aside_are_current_on_their_own_devices_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
