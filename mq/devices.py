@@ -220,6 +220,14 @@ def filled(device: torch.device) -> Any:
     return event
 
 
+def is_to_come(event: Any) -> bool:
+    """Whether an event has not been reached, on a device that has not failed."""
+    try:
+        return not event.query()
+    except RuntimeError:
+        return False
+
+
 def _await(ready: Any, device: torch.device) -> None:
     """Have the current stream wait for an event; this thread does not."""
     if ready is not None:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fresh_python import ROOT
 from link_world import World
 from namespaces import inside, slow_wire
 from test_tcp_link import no_descriptors_left
 from torchrpc_links import rpc_conn
 
+from mq.devices import Piece
 from mq.transport import What
 from transports import _torchrpc_calls as calls
 from transports._torchrpc_signs import SIGN, SIGN_SECONDS, Signs, acked_by_remote
@@ -82,6 +84,41 @@ def test_a_sign_is_due_while_what_one_call_sends_moves(
         until_still(signs)
     passed(near, far)
     future.set_result(True)
+    assert not are_due(signs)
+
+
+class Event:
+    """What a GPU has still to reach."""
+
+    def __init__(self, *, failed: bool = False) -> None:
+        self.reached = False
+        self._failed = failed
+
+    def query(self) -> bool:
+        if self._failed:
+            raise RuntimeError("CUDA error: an assert")
+        return self.reached
+
+
+def test_a_sign_is_due_while_a_gpu_has_yet_to_fill_what_is_sent() -> None:
+    """Its tensor holds up all behind it, however small, and nothing moves on a wire."""
+    under_way = UnderWay(lambda _: None)
+    signs = Signs(under_way)
+    signs.url = "uv://127.0.0.1:1"
+    tensor = torch.zeros(256, dtype=torch.uint8)
+    first, second, broken = Event(), Event(), Event(failed=True)
+    future = calls.Future[Any]()
+    under_way.add(future, 100, [Piece(tensor), Piece(tensor, first)])
+    later = calls.Future[Any]()
+    under_way.add(later, 100, [Piece(tensor, second), Piece(tensor, broken)])
+    assert not are_due(signs)  # it may be quick
+    for event in (first, second):
+        assert are_due(signs)
+        assert are_due(signs)
+        event.reached = True
+    assert not are_due(signs)
+    second.reached = False
+    later.set_result(True)  # what is answered is not under way
     assert not are_due(signs)
 
 

@@ -221,7 +221,7 @@ class RpcConn(Conn):
         except RuntimeError as error:
             self.fail(f"TensorPipe cannot reach the peer: {error}")
             return
-        self._calls.add(future, nbytes)
+        self._calls.add(future, nbytes, pieces)
         if self.promise is not None and self.promise.call is None:
             self.promise.call = future
         if waits:

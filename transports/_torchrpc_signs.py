@@ -2,7 +2,8 @@
 
 TensorPipe tells nobody of a part of a tensor, so over a slow wire a large one would
 pass for silence. But the kernel counts what the peer's has acknowledged: as long as
-that grows, the sender says so over the socket beside the connection.
+that grows, the sender says so over the socket beside the connection. It does so, too,
+as long as a GPU has yet to fill such a tensor: all behind it waits for that.
 """
 
 from __future__ import annotations
@@ -59,18 +60,18 @@ class Signs:
         return self._oldest is not None and self._oldest is before
 
     def are_due(self, acked: Mapping[Remote, int]) -> bool:
-        """Whether what is sent has moved since last asked.
+        """Whether what is sent has moved since last asked, or waits for a device.
 
         Args:
             acked: As from `acked_by_remote`.
         """
         remote = remote_of(self.url)
         before, self._acked = self._acked, 0 if remote is None else acked.get(remote, 0)
-        return self._acked > before
+        return self._acked > before or self._calls.waits_for_devices()
 
 
 def moving(conns: Iterable[RpcConn]) -> list[RpcConn]:
-    """Those whose peers wait for what goes on arriving there."""
+    """Those whose peers wait for what goes on arriving there, or will."""
     slow = [conn for conn in conns if conn.signs.are_awaited()]
     acked = acked_by_remote() if slow else {}
     return [conn for conn in slow if conn.signs.are_due(acked)]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from mq.devices import Piece, is_to_come
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call, and whether its answer will be noticed by itself."""
+    """A call, and whether its answer will be noticed by itself.
+
+    Attributes:
+        events: After which its tensors on devices hold their bytes.
+    """
 
     future: Any
     nbytes: int
+    events: list[Any] = field(default_factory=list)
     watched: bool = False
 
 
@@ -31,9 +38,10 @@ class UnderWay:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(self, future: Any, nbytes: int) -> None:
-        """One was made."""
-        self._calls.append(Call(future, nbytes))
+    def add(self, future: Any, nbytes: int, pieces: Sequence[Piece] = ()) -> None:
+        """One was made, with these tensors on devices."""
+        events = [piece.ready for piece in pieces if piece.ready is not None]
+        self._calls.append(Call(future, nbytes, events))
 
     def watch(self) -> None:
         """Have all of them noticed when they are answered.
@@ -47,9 +55,17 @@ class UnderWay:
                 call.watched = True
 
     def oldest(self, least: int) -> Call | None:
-        """The one of at least so many bytes that has waited longest for its answer."""
-        large = (call for call in self._calls if call.nbytes >= least)
+        """The one that has waited longest for its answer.
+
+        Of those with tensors on devices, and those of at least so many bytes.
+        """
+        large = (c for c in self._calls if c.nbytes >= least or c.events)
         return next((call for call in large if not call.future.done()), None)
+
+    def waits_for_devices(self) -> bool:
+        """Whether tensors of some of them are still to be filled."""
+        waiting = (call for call in self._calls if not call.future.done())
+        return any(is_to_come(event) for call in waiting for event in call.events)
 
     def answered(self) -> list[Call]:
         """Those that are answered, until `remove`; they may be so in any order."""
