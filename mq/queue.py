@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from mq import settings
@@ -19,6 +19,10 @@ from mq.undisturbed import Stopper, undisturbed
 
 if TYPE_CHECKING:
     import asyncio  # which takes as long as all of ours; who uses it has imported it
+
+    from typing_extensions import Self
+
+    from mq.mesh.driver import Driver
 
 LOOP_SECONDS: Final = 0.005
 """How long calls of `arecv` and `apublish` that need not wait keep an event loop."""
@@ -135,16 +139,25 @@ class MQ(BlockingQueue):
         """`recv` for asyncio; cancelled, it has taken nothing."""
         deadline = deadline_after(timeout)
         await _let_others_run()
-        if self._inbox.ready:
-            with contextlib.suppress(RecvTimeout):  # another thread was faster
-                return self.recv(0)
-        with self._wakeups() as wakeup:
-            while True:
-                wakeup.clear()
-                with contextlib.suppress(RecvTimeout):
-                    return self.recv(0)
-                if not await _wait(wakeup, deadline):
-                    raise self._nothing_came(timeout)
+        box: list[Any] = []  # what is taken is in the inbox or in there
+        try:
+            if self._inbox.ready:
+                with contextlib.suppress(RecvTimeout):  # another thread was faster
+                    box.append(self.recv(0))
+                    return box[0]  # type: ignore[no-any-return]
+            with _Wakeups(self._driver) as wakeups:
+                while True:
+                    wakeups.event.clear()
+                    with contextlib.suppress(RecvTimeout):
+                        box.append(self.recv(0))
+                        return box[0]  # type: ignore[no-any-return]
+                    if not await _wait(wakeups.event, deadline):
+                        raise self._nothing_came(timeout)
+        except BaseException:
+            if box:
+                self._stranded.append(box)
+                self._driver.put_back()
+            raise
 
     async def apublish(
         self,
@@ -168,25 +181,26 @@ class MQ(BlockingQueue):
             topic = self._new_topic(topic)
         frames = self._codec.encode(payload, topic, self._carried(topic, retain))
         driver = self._driver
-        with driver.turns(topic, timeout) as turns, self._wakeups() as wakeup:
+        with driver.turns(topic, timeout) as turns, _Wakeups(driver) as wakeups:
             while not driver.publish(topic, frames, retain, urgent, 0, turns):
-                await _wait(wakeup, turns.until())
-                wakeup.clear()
+                await _wait(wakeups.event, turns.until())
+                wakeups.event.clear()
 
     async def aflush(self, timeout: float | None = None) -> None:
         """`flush` for asyncio."""
         driver = self._driver
         driver.check()
         deadline = deadline_after(timeout)
+        await _let_others_run()
         marks = driver.marks()
-        with self._wakeups() as wakeup:
+        with _Wakeups(driver) as wakeups:
             while True:
-                wakeup.clear()
+                wakeups.event.clear()
                 if driver.wait_until(
                     lambda: not driver.mesh.publisher.unsettled(marks), 0
                 ):
                     return
-                if not await _wait(wakeup, deadline):
+                if not await _wait(wakeups.event, deadline):
                     raise self._not_flushed(marks, timeout)
 
     async def __aiter__(self) -> AsyncIterator[Message]:
@@ -213,23 +227,49 @@ class MQ(BlockingQueue):
         finally:
             executor.shutdown(wait=not closing.cancelled())
 
-    @contextlib.contextmanager
-    def _wakeups(self) -> Iterator[asyncio.Event]:
+
+class _Wakeups:
+    """Sets an event of the running loop whenever something changes, while entered.
+
+    Attributes:
+        event: It.
+    """
+
+    def __init__(self, driver: Driver) -> None:
         import asyncio
 
-        loop = asyncio.get_running_loop()
-        event = asyncio.Event()
+        self._driver = driver
+        self._loop = asyncio.get_running_loop()
+        self._is_due = False  # the loop has been told, and has not come to it
+        self._is_over = False
+        self.event = asyncio.Event()
 
-        def wake() -> None:
-            # The loop may be closing; then nobody waits any more.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(event.set)
-
-        self._driver.listen(wake)
+    def __enter__(self) -> Self:
         try:
-            yield event
-        finally:
-            self._driver.unlisten(wake)
+            self._driver.listen(self._wake)
+        except BaseException:
+            self._is_over = True  # an interrupt came as that ended
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_over = True
+        # Else this is what is left of a task, freed under the lock by chance.
+        if not self._driver.is_in_the_middle():
+            self._driver.unlisten(self._wake)
+
+    def _wake(self) -> bool:
+        if not self._is_due and not self._is_over:
+            self._is_due = True
+            try:
+                self._loop.call_soon_threadsafe(self._set)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                self._is_over = True
+        return not self._is_over
+
+    def _set(self) -> None:
+        self._is_due = False
+        self.event.set()
 
 
 async def _let_others_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -109,7 +110,7 @@ def test_messages_that_never_end_leave_the_loop_to_others(
     """A task that need not wait would keep it, and could not be cancelled."""
     a, b = pair
     a.subscribe("own")
-    for call, given in ((b.arecv, ()), (a.apublish, ("own", 1))):
+    for call, given in ((b.arecv, ()), (a.apublish, ("own", 1)), (b.aflush, ())):
         if call == b.arecv:
             # As if the next message were always there.
             monkeypatch.setattr(b, "recv", lambda timeout=None: None)
@@ -182,8 +183,61 @@ def test_who_listens_is_told_of_what_an_interrupted_recv_put_back(pair: Pair) ->
     assert b._driver.take(taken, 0)
     b._driver.stop()  # nobody polls, which may find something else to tell of
     told: list[bool] = []
-    b._driver._listeners.append(lambda: told.append(True))
+    b._driver._listeners.add(lambda: bool(told.append(True)))
     b._driver.stranded.append(taken)
     b._driver.put_back()
     assert told
     assert b.recv(0).payload == "first"
+
+
+@pytest.mark.parametrize("call", ["listen", "unlisten"])
+def test_an_interrupt_as_arecv_begins_or_ends_leaves_nothing_behind(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A handler that raises runs when the lock is released; the message is not lost."""
+    a, b = pair
+    real = getattr(b._driver, call)
+
+    def interrupted(listener: Any) -> None:
+        real(listener)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(b._driver, call, interrupted)
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(b.arecv(10))
+    monkeypatch.undo()
+    assert b.recv(0).payload == "first"
+    a.publish("t", "second", timeout=10)  # a change, of which nobody is told
+    assert b.recv(10).payload == "second"
+    assert not b._driver._listeners
+
+
+def test_a_loop_that_is_busy_is_told_once(pair: Pair) -> None:
+    """However much changes meanwhile; and one that is closed is forgotten."""
+    a, b = pair
+    assert b.recv(0).payload == "first"
+    told: list[Any] = []
+    loop = asyncio.new_event_loop()
+    soon = loop.call_soon_threadsafe
+
+    def noted(*call: Any, **context: Any) -> Any:
+        told.append(call)
+        return soon(*call, **context)
+
+    loop.call_soon_threadsafe = noted  # type: ignore[method-assign]
+    waiting = loop.create_task(b.arecv())
+    while not b._driver._listeners:
+        loop.run_until_complete(asyncio.sleep(0))
+    told.clear()
+    for number in range(10):
+        a.publish("t", number, timeout=10)
+        assert b.recv(10).payload == number
+    assert len(told) <= 1
+    loop.run_until_complete(asyncio.sleep(0))
+    assert not waiting.done()
+    waiting._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+    a.publish("t", "last", timeout=10)
+    assert b.recv(10).payload == "last"
+    assert not b._driver._listeners

@@ -25,6 +25,7 @@ from mq.frames import Frames
 from mq.mesh import wire
 from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
+from mq.mesh.listeners import Listeners
 from mq.mesh.outgoing import Topic
 from mq.mesh.ready import pop_ready
 
@@ -289,7 +290,7 @@ def driver_that_takes_back(ready: deque[str], **attributes: Any) -> Any:
     """One with `put_back`."""
     driver = driver_of(ready, poller=SimpleNamespace(wake=lambda: None), **attributes)
     driver._changes = SimpleNamespace(notify_all=lambda: None)
-    driver._listeners = []
+    driver._listeners = Listeners()
     driver._inbox = driver.inbox
     driver.inbox.put_back = ready.appendleft
     driver.stranded = deque()

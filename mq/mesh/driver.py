@@ -167,8 +167,7 @@ class Driver(Publishing):
                     box[0] = None
                 self.stranded.popleft()
             self._changes.notify_all()  # another thread may be waiting for it
-            for listener in self._listeners:
-                listener()
+            self._listeners.tell()
             self.poller.wake()
 
     # -- flush and close ----------
@@ -189,8 +188,7 @@ class Driver(Publishing):
         mesh = self.mesh
         with self.lock:
             self._changes.notify_all()
-            for listener in self._listeners:
-                listener()
+            self._listeners.tell()
             try:
                 self._publisher.close_gates()
                 marks = self._publisher.marks()

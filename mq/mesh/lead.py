@@ -22,6 +22,7 @@ from mq import forks, signals
 from mq.errors import Closed, ForkedProcess
 from mq.log import Log
 from mq.mesh.atomic import give_up, take_back
+from mq.mesh.listeners import Listener, Listeners
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 from mq.mesh.recovery import abandon
@@ -98,7 +99,7 @@ class Lead:
         self._batch_at = _NEVER
         self._ready: list[int] = []
         self._seen = 0
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners = Listeners()
         mesh.wake, mesh.wake_fd = poller.wake, poller.wake_fd
         mesh.watch_added = poller.register
         mesh.watch_removed = poller.unregister
@@ -180,8 +181,7 @@ class Lead:
                     self._changes.notify_all()
                 if self._leader not in (None, _KEEPER, threading.get_ident()):
                     self.poller.wake()  # what it waits for may be what was found
-                for listener in self._listeners:
-                    listener()
+                self._listeners.tell()
 
     def _sleep(self, deadline: float | None) -> bool:
         """Wait until something may have changed; the lock is held before and after.
@@ -388,13 +388,13 @@ class Lead:
         finally:
             self.lock.acquire()
 
-    def listen(self, listener: Callable[[], None]) -> None:
+    def listen(self, listener: Listener) -> None:
         """Call `listener`, under the lock, whenever something changed."""
         with self.lock:
-            self._listeners.append(listener)
+            self._listeners.add(listener)
             self._ring()
 
-    def unlisten(self, listener: Callable[[], None]) -> None:
+    def unlisten(self, listener: Listener) -> None:
         """Undo `listen`."""
         with self.lock:
             self._listeners.remove(listener)
