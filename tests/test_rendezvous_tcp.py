@@ -594,6 +594,23 @@ def test_a_host_that_stands_still_stops_no_keeper() -> None:
             eventually(answers)
 
 
+def test_a_connection_that_went_dead_is_replaced(
+    served: service.Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before the deadline of what is asked, as leases end meanwhile."""
+    with contextlib.closing(meet(port_of(served))) as member:
+        member.claim(record("x"))
+        dead, receive = set(served._connections), served._receive
+
+        def receive_all_but_theirs(connection: Any) -> bool:
+            if connection not in dead:
+                return receive(connection)
+            return bool(connection.sock.recv(65536))
+
+        monkeypatch.setattr(served, "_receive", receive_all_but_theirs)
+        assert names(member) == ["x"]
+
+
 def test_a_displaced_member_cannot_return_to_a_new_service() -> None:
     """After the records were lost the higher generation is right, whoever is first."""
     port = free_port()

@@ -20,6 +20,9 @@ from mq.rendezvous.service import configure, format_address
 
 SLICE_SECONDS: Final = 0.25
 """The longest single wait, so that Ctrl-C and `close` are noticed."""
+PATIENCE_SECONDS: Final = 3.0
+"""After so long without a sign of the service a connection is taken for dead: what TCP
+repeats on it, as after an outage or a change of addresses, may take many times that."""
 
 
 class Address(NamedTuple):
@@ -47,7 +50,8 @@ class Channel:
         stopped: Ends any wait when set.
 
     Raises:
-        OSError: Nobody answers there: refused, unreachable, broken, or `TimeoutError`.
+        OSError: Nobody answers there: refused, unreachable, broken, or `TimeoutError`
+            after the deadline, or `PATIENCE_SECONDS` of silence.
         AuthenticationFailed: The two sides do not know the same secret.
         PeerLost: Another program listens there.
     """
@@ -113,7 +117,7 @@ class Channel:
 
         Raises:
             OSError: The connection broke, or the answer is malformed; `TimeoutError`
-                after the deadline.
+                after the deadline, or `PATIENCE_SECONDS` of silence.
         """
         self._send(self._frames.seal(request), deadline)
         while True:
@@ -149,6 +153,7 @@ class Channel:
     def _wait(self, events: int, deadline: float) -> None:
         poller = select.poll()
         poller.register(self.sock, events)
+        deadline = min(deadline, time.monotonic() + PATIENCE_SECONDS)
         while not self._stopped.is_set():
             remaining = deadline - time.monotonic()
             if remaining <= 0:
