@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PROBE_SECONDS: Final = 2.0
-"""How long the holder of a name has to answer before the name is given away."""
+"""How long the holder of a name has to answer before the name is given away, and who
+is recorded with a lease that has ended, for each of its addresses, to be waited for."""
 LOOK_SECONDS: Final = 0.25
 """How often a joiner looks again who is recorded, while it waits."""
+STRANGE: Final = frozenset({hs.SECRET, hs.LINK, hs.VERSION})
+"""Refusals that may be of a stranger who has a member's address now."""
 DEFAULT_LEASE: Final = 20.0
 """Seconds a record lives without renewal where `peer_timeout` is None."""
 
@@ -81,6 +84,8 @@ class Arrival:
         self._meeting = meeting
         self._deadline = deadline
         self._dials: dict[str, Dial] = {}
+        self._patience: dict[str, float] = {}  # until when, if a lease has ended
+        self._swept: set[str] = set()
 
     # -- the name ----------
 
@@ -208,7 +213,7 @@ class Arrival:
             waiting = self._ask(self._greet_recorded, waiting)
             if not waiting:
                 return
-            self._raise_refusals()
+            self._raise_refusals(waiting)
             left = self._deadline - time.monotonic()
             if left <= 0:
                 raise ConnectTimeout(self._explain(waiting))
@@ -239,14 +244,39 @@ class Arrival:
             if self._has_ended(record):
                 self._meeting.sweep(record.name, record.incarnation)
                 continue
-            if entry.expired:
+            if entry.expired and self._is_given_up(record):
                 continue
             self._check_fits(entry)
             waiting.append(entry)
             dial = self._dials.get(record.incarnation)
             if dial is None or (dial.done and not dial.refusal):
-                self._dials[record.incarnation] = self._dial(record)
+                dial = self._dials[record.incarnation] = self._dial(record)
+                # Half of the time at most, as there must be some to look once more.
+                left = (self._deadline - time.monotonic()) / 2
+                patience = min(left, PROBE_SECONDS * max(1, len(dial.routes)))
+                until = time.monotonic() + patience
+                self._patience.setdefault(record.incarnation, until)
         return waiting
+
+    def _is_given_up(self, record: rendezvous.Record) -> bool:
+        """Whether nobody need wait for a member whose lease has ended.
+
+        It may be that it was the rendezvous that could not be reached: so it is dialled
+        like any other for some time, and only if it does not answer its record goes.
+        """
+        who = record.incarnation
+        fits = record.backend == self._mesh.config.backend
+        if not fits or not within_reach(self._link, record.process):
+            return True
+        dial = self._dials.get(who)
+        if dial is None or who in self._mesh.sessions:
+            return False
+        if time.monotonic() < self._patience[who] and dial.refusal not in STRANGE:
+            return False
+        if who not in self._swept:
+            self._swept.add(who)
+            self._meeting.sweep(record.name, who, proven=False)
+        return True
 
     def _is_greeted(self, record: rendezvous.Record) -> bool:
         session = self._mesh.sessions.get(record.incarnation)
@@ -259,9 +289,11 @@ class Arrival:
             for entry in waiting
         )
 
-    def _raise_refusals(self) -> None:
-        for dial in self._dials.values():
-            _raise_refusal(dial.name, dial)
+    def _raise_refusals(self, waiting: Sequence[Entry]) -> None:
+        for entry in waiting:
+            dial = self._dials[entry.record.incarnation]
+            if not (entry.expired and dial.refusal in STRANGE):
+                _raise_refusal(dial.name, dial)
 
     def _explain(self, waiting: Sequence[Entry]) -> str:
         lines = []

@@ -34,7 +34,7 @@ from mq.errors import TransportUnavailable
 from mq.join import check_descriptors
 from mq.rendezvous import open_rendezvous
 from mq.rendezvous.directory import DirectoryStore
-from mq.rendezvous.record import Entry
+from mq.rendezvous.record import Entry, Record
 
 __all__ = ["nng_runs"]
 
@@ -310,6 +310,69 @@ def test_newcomers_need_not_wait_for_a_member_that_was_given_up() -> None:
             assert sorted(names(meeting)) == ["a", "b"]
             child.kill()
             eventually(lambda: names(meeting) == ["a"])
+
+
+def test_who_lives_is_met_though_its_lease_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So it is where it was the rendezvous that could not be reached for some time."""
+    options: dict[str, Any] = {"group": f"lapsed-{os.getpid()}"}
+    with mq.connect("tcp", name="a", **options):
+        monkeypatch.setattr(Entry, "expired", True)
+        with mq.connect("tcp", name="b", **options) as queue:
+            assert [member.name for member in queue.members()] == ["a", "b"]
+
+
+def lapsed(queue: mq.MQ, address: str) -> Record:
+    """The record of a member that may have ended; its lease has."""
+    record = queue._joined.record
+    assert record is not None
+    contained = dataclasses.replace(record.process, pid_namespace=1)
+    return dataclasses.replace(
+        record,
+        name="lapsed",
+        incarnation="e" * 16,
+        addresses=(address,),
+        process=contained,
+        lease=1e-6,
+    )
+
+
+@pytest.mark.parametrize("connect_timeout", [1.0, DEADLINE])
+def test_who_does_not_answer_after_its_lease_is_not_waited_for_again(
+    connect_timeout: float,
+) -> None:
+    """Its record goes, whether there was time enough to be sure or not."""
+    options: dict[str, Any] = {"group": f"silent-{os.getpid()}"}
+    with (
+        mq.connect("tcp", name="a", **options) as queue,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        meeting = queue._joined.meeting
+        assert meeting is not None
+        record = lapsed(queue, f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        assert meeting.claim(record).holder is None
+        options["connect_timeout"] = connect_timeout
+        with mq.connect("tcp", name="b", **options):
+            assert names(meeting) == ["a", "b"]
+            silent.settimeout(DEADLINE)
+            silent.accept()[0].close()  # it was dialled
+
+
+def test_a_stranger_at_an_address_of_old_refuses_nobody() -> None:
+    """Who had the address may be gone, and others use it with a secret of their own."""
+    options: dict[str, Any] = {"group": f"strange-{os.getpid()}"}
+    with (
+        mq.connect("tcp", name="a", **options) as queue,
+        mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
+    ):
+        meeting = queue._joined.meeting
+        assert meeting is not None
+        record = lapsed(queue, stranger.describe()["addresses"][0])
+        assert meeting.claim(record).holder is None
+        with mq.connect("tcp", name="b", **options) as newcomer:
+            assert len(newcomer.members()) == 2
+            assert newcomer.stats()["mesh"]["unauthenticated"] == 1
 
 
 def test_a_silent_holder_of_a_name_is_named_when_the_time_is_up() -> None:

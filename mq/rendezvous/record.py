@@ -31,8 +31,8 @@ class Record:
         process: Its process, to prove its death.
         labels: What the application said about the member.
         since: When it joined, in Unix seconds by its own clock.
-        lease: Seconds without a renewal after which nobody need wait for it; infinite
-            where only proof counts.
+        lease: Seconds without a renewal after which it may be dead, and is not waited
+            for unless it answers; infinite where only proof counts.
 
     Raises:
         ValueError: A field is of another type, malformed or too long.
@@ -181,7 +181,7 @@ class Entry:
 
     @property
     def expired(self) -> bool:
-        """Whether the lease has ended, so that nobody need wait for this member."""
+        """Whether the lease has ended: who does not answer now is not waited for."""
         return self.age > self.record.lease
 
 
