@@ -317,7 +317,8 @@ class Arrival:
             f"could not greet within {self._settings.connect_timeout:g} s: "
             + "; ".join(lines)
             + f". They are recorded at {self._meeting.description}; end them, or raise "
-            "connect_timeout above twice their peer_timeout to see their leases end"
+            "connect_timeout, as a slow network needs, or above twice their "
+            "peer_timeout to see their leases end"
         )
 
 
@@ -359,7 +360,8 @@ def dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:
         )
         raise ConnectTimeout(
             f"could not greet within {settings.connect_timeout:g} s: {missing}. Is a "
-            "member of this group listening there?"
+            "member of this group listening there? On a slow network raise "
+            "connect_timeout"
         )
 
 

@@ -9,6 +9,7 @@ from scripted import Parcel, ScriptedConn
 from world import World
 
 from mq.mesh import wire
+from mq.mesh.dial import ATTEMPT_SECONDS, LONGEST_PACE
 
 TIMEOUT = 4.0
 SECOND = "script://second"
@@ -185,3 +186,60 @@ def test_attempts_side_by_side_are_few_where_many_have_not_greeted(
     world.unstall("a")
     world.settle()
     expect_resumed(world)
+
+
+FAR = 0.3 * ATTEMPT_SECONDS
+"""Of this a handshake takes four times, beside the time to connect."""
+
+
+def travel(world: World) -> None:
+    """Let each message be on its way for `FAR`."""
+    arrives: dict[ScriptedConn, tuple[Parcel, float]] = {}
+    is_free = world.net._can_step
+
+    def can_step(conn: ScriptedConn) -> bool:
+        if not conn.flight:
+            return is_free(conn)
+        parcel, due = arrives.get(conn, (None, 0.0))
+        if parcel is not conn.flight[0]:
+            due = world.clock() + FAR
+            arrives[conn] = conn.flight[0], due
+        return world.clock() >= due
+
+    world.net._can_step = can_step  # type: ignore[method-assign]
+
+
+def wait(world: World, attempts: float) -> None:
+    """Let time pass in steps in which things can arrive."""
+    for _ in range(int(20 * attempts)):
+        world.advance(ATTEMPT_SECONDS / 20)
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_a_dial_goes_a_long_way(blind: bool) -> None:
+    """Where a handshake takes longer than a first attempt, a later one waits for it."""
+    world = World()
+    a, b = world.add("a"), world.add("b")
+    travel(world)
+    dial = a.dial_blindly(b.link.address) if blind else a.dial(b)
+    wait(world, 12)
+    assert dial.done
+    assert (a.peers(), b.peers()) == (["b"], ["a"])
+    world.close()
+
+
+def test_a_session_is_resumed_over_a_long_way() -> None:
+    """By one of the attempts, which are not many beside each other for that."""
+    world = World("a", "b", peer_timeout=20 * ATTEMPT_SECONDS)
+    travel(world)
+    world.cut("a", "b")
+    most = 0
+    for _ in range(8):
+        wait(world, 1)
+        most = max(most, len(world["b"].link.conns))
+    assert 2 < most <= 2 + ATTEMPT_SECONDS / LONGEST_PACE
+    for name in "ab":
+        assert not world[name].mesh.greetings.dials
+        (session,) = world[name].mesh.sessions.values()
+        assert session.stats.connections == 2
+    world.close()

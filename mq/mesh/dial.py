@@ -16,6 +16,9 @@ FIRST_DELAY: Final = 0.02
 """Seconds before the first repetition of a dial that failed; then doubled."""
 ATTEMPT_SECONDS: Final = 2.0
 """Seconds after which an attempt to connect and greet is given up for the next."""
+MOST_ATTEMPT_SECONDS: Final = 8.0
+"""The same where earlier attempts by that route were not answered in time: a handshake
+takes several round trips, and a peer waits `GREET_SECONDS` for its part of it."""
 PACES: Final = 16
 """Attempts to resume a session within its `peer_timeout`; see `Dial.pace`."""
 LONGEST_PACE: Final = 0.5
@@ -57,7 +60,7 @@ class Dial:
         returning: bool = False,
         probe: bool = False,
         max_delay: float = 0.5,
-        pace: float = math.inf,
+        pace: float = ATTEMPT_SECONDS,
         until: float | None = None,
     ) -> None:
         self.routes = list(routes)
@@ -68,12 +71,15 @@ class Dial:
         self.blind = not incarnation
         self.probe = probe
         self.max_delay = max_delay
-        self.pace = pace
+        # Who only asks who is there must not have two answers to that.
+        self.pace = math.inf if self.blind else pace
         self.until = until
         self.conn: Conn | None = None  # of the last attempt
         self.address = routes[0][1] if routes else ""
         self.attempt = 0
         self.leaves_at = 0.0
+        # By address: until when an attempt may last, and how long the next one.
+        self._longest: dict[str, tuple[float, float]] = {}
         self.next_at = 0.0
         self.error = ""
         self.refusal = ""
@@ -92,9 +98,24 @@ class Dial:
         link, self.address = self.routes[(self.attempt - 1) % len(self.routes)]
         return link, self.address
 
+    def deadline(self, now: float) -> float:
+        """When the attempt that begins now at `address` is given up.
+
+        Each time that has gone by without an answer doubles that of the next attempt
+        there, for the way may be long. Of attempts beside each other only one has more
+        than `ATTEMPT_SECONDS`, or they would be too many.
+        """
+        until, seconds = self._longest.get(self.address, (now, ATTEMPT_SECONDS))
+        if now < until:
+            return now + ATTEMPT_SECONDS
+        until = now + seconds
+        self._longest[self.address] = until, min(2 * seconds, MOST_ATTEMPT_SECONDS)
+        return until
+
     def identified(self, incarnation: str) -> None:
         """It is known who answers at the route of the last attempt: take it again."""
         self.incarnation = incarnation
+        self._longest[self.address] = 0.0, self._longest[self.address][1]
         self.attempt -= 1
         self.next_at = 0.0
         self.conn = None  # only now: `recover` goes by it

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from mq.descriptors import most_open
 from mq.mesh.dial import (
-    ATTEMPT_SECONDS,
     LONGEST_PACE,
     MAX_BESIDE,
     PACES,
@@ -106,7 +105,7 @@ class Dialling:
         except (OSError, ValueError) as error:
             dial.failed(f"{address}: {error}", now)
             return
-        greeter = Greeter(self._mesh.config.secret, dial, now + ATTEMPT_SECONDS)
+        greeter = Greeter(self._mesh.config.secret, dial, dial.deadline(now))
         self._greeters[conn] = greeter
         dial.conn = conn
         dial.next_at = now + dial.pace  # last: an interrupt leaves it due till then
