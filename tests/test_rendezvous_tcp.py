@@ -316,6 +316,17 @@ def test_an_address_that_nobody_serves_is_given_up_in_time() -> None:
             meet(holder.getsockname()[1], timeout=0.5)
 
 
+def test_a_host_that_does_not_reach_itself_is_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No firewall is to be looked at where `lo` is down, as in a new namespace."""
+    monkeypatch.setattr("mq.addresses._ask", lambda *_: bytes(2))
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        with pytest.raises(ConnectTimeout, match="set up the interface lo"):
+            meet(holder.getsockname()[1], timeout=0.5)
+
+
 def test_ctrl_c_ends_a_wait() -> None:
     """An exception from a signal handler ends any wait within half a second."""
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from mq.addresses import is_loopback, look_up
+from mq.addresses import has_link, is_loopback, look_up
 from mq.errors import (
     AuthenticationFailed,
     ConnectTimeout,
@@ -301,9 +301,20 @@ class TcpStore(Store):
             if self._stopped.is_set() or time.monotonic() >= deadline:
                 raise ConnectTimeout(
                     f"no rendezvous service answers at {self._address}: {reason}; "
-                    "start a member or `mq rendezvous` on that host, or check address "
-                    "and firewall, and that no other program uses the port"
+                    f"{self._remedy()}"
                 ) from reason
+
+    def _remedy(self) -> str:
+        is_own = self._service is not None or is_loopback(self._address.sockaddr[0])
+        if is_own and not has_link("lo"):
+            return (
+                "set up the interface lo, by which this host reaches its own "
+                "addresses, and which is down"
+            )
+        return (
+            "start a member or `mq rendezvous` on that host, or check address and "
+            "firewall, and that no other program uses the port"
+        )
 
     def _host(self) -> bool:
         """Become the host if the address is ours and free."""
