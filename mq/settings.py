@@ -45,7 +45,9 @@ class Settings:
     @property
     def explicit(self) -> bool:
         """Whether members meet by explicit addresses and nothing else."""
-        return self.rendezvous is None and bool(self.listen or self.attach_to)
+        # What a launcher says of listening says nothing of where members meet.
+        listen = self.listen and self.sources["listen"] == "argument"
+        return self.rendezvous is None and bool(listen or self.attach_to)
 
 
 def resolve(
@@ -108,7 +110,7 @@ def resolve(
     if meeting is None and not attach_list and _under_torchrun(env):
         meeting = "env://"
         sources["rendezvous"] = "torchrun's environment"
-    elif meeting is None and (listen_list or attach_list):
+    elif meeting is None and (sources["listen"] == "argument" or attach_list):
         sources["rendezvous"] = "none: listen or attach_to was given"
     label_list = _strings("labels", labels)
     sources["labels"] = "argument" if label_list else "default"

@@ -54,6 +54,15 @@ def test_the_environment_fills_in_what_was_not_given() -> None:
     assert found.sources["listen"] == "environment MQ_LISTEN"
 
 
+def test_where_to_listen_says_where_to_meet_only_as_an_argument() -> None:
+    """A launcher that says it for all of a run does not part its members."""
+    env = {"MQ_LISTEN": "tcp://0.0.0.0:0"}
+    found = resolve(env, backend="zmq", group="g")
+    assert not found.explicit
+    assert found.sources["rendezvous"] == "default"
+    assert resolve(env, backend="zmq", group="g", listen="tcp://h:1").explicit
+
+
 def test_an_argument_beats_the_environment() -> None:
     """And describe() can say so."""
     found = resolve({"MQ_GROUP": "other"}, backend="zmq", group="mine")
