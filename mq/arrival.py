@@ -307,7 +307,9 @@ class Arrival:
                     f"listens on {addresses}, which cannot be reached from this host, "
                     f"and has not dialled this member; {_LISTEN}"
                 )
-            elif not any(link.is_routable(address) for link, address in dial.routes):
+            elif self._link.capabilities.reach == "network" and not any(
+                link.is_routable(address) for link, address in dial.routes
+            ):
                 happened += f"; if it is in another container or namespace, {_LISTEN}"
             process = record.process
             lines.append(
