@@ -252,21 +252,21 @@ class Membership:
     def _end(self, linger: float, deadline: float) -> None:
         driver = self._driver
         to_send = HURRIED_SECONDS
-        try:
-            left = driver.leave("closed", deadline)
-            to_send = LINGER_SECONDS
-            if left:
-                logger.warning(
-                    "%r closed with messages undelivered after %g s: %s",
-                    self,
-                    linger,
-                    driver.describe_feeds(left),
-                )
-        except ForkedProcess:
-            pass  # a signal's handler forked meanwhile: the parent goes on
-        finally:
-            if not driver.forked:
-                undisturbed(functools.partial(self._free, to_send))
+        # A signal's handler may fork meanwhile: the parent goes on.
+        with contextlib.suppress(ForkedProcess):
+            try:
+                left = driver.leave("closed", deadline)
+                to_send = LINGER_SECONDS
+                if left:
+                    logger.warning(
+                        "%r closed with messages undelivered after %g s: %s",
+                        self,
+                        linger,
+                        driver.describe_feeds(left),
+                    )
+            finally:
+                if not driver.forked:
+                    undisturbed(functools.partial(self._free, to_send))
 
     def _free(self, to_send: float) -> None:
         self._freer = threading.get_ident()

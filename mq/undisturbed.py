@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
+from mq import forks
+from mq.errors import ForkedProcess
 from mq.log import Log
 from mq.signals import attentive
 from mq.speed import Lock
@@ -65,10 +67,11 @@ class _Work(Generic[T]):
         # What the main thread waits for: an interrupt may leave an Event's lock taken.
         self._result_is_there = _taken_lock()
         self._nothing_is_left = _taken_lock()
-        self._is_abandoned = False
+        self._is_called_off = self._is_forked = False
         self._threads: list[threading.Thread] = []
         self.results: list[T] = []
         self.error: BaseException | None = None
+        forks.register(self)
 
     def start(self) -> None:
         try:
@@ -101,18 +104,33 @@ class _Work(Generic[T]):
             self._result_is_there.release()
 
     def wait(self) -> None:
-        """Until there is a result, or an error; once."""
+        """Until there is a result, or an error; once.
+
+        Raises:
+            ForkedProcess: A signal's handler has forked meanwhile; this is the child.
+        """
         acquire = self._result_is_there.acquire
         attentive(lambda seconds: acquire(timeout=seconds or -1), None)
+        if self._is_forked:
+            raise ForkedProcess(
+                "this process was forked in the middle of a call that goes on in its "
+                "parent; connect in the child"
+            )
         self._join_threads()
 
     def abandon(self) -> None:
+        """In a forked child: the thread that works does not exist there."""
+        self._is_forked = True
+        if self._result_is_there.locked():
+            self._result_is_there.release()
+
+    def call_off(self) -> None:
         """Undo it once it is done, and wait a little for that; may be repeated."""
         with Lock():
-            if self._is_abandoned:
+            if self._is_called_off or self._is_forked:
                 return
             self._start_thread(self._clean)
-            self._is_abandoned = True
+            self._is_called_off = True
         if self._nothing_is_left.acquire(timeout=GRACE_SECONDS):
             self._join_threads()
 
@@ -173,9 +191,9 @@ def undisturbed(
             return task.results[0]
     except BaseException:
         try:
-            task.abandon()
+            task.call_off()
         finally:
-            task.abandon()  # another interrupt came before the first did so
+            task.call_off()  # another interrupt came before the first did so
         raise
     error, task.error = task.error, None
     try:

@@ -364,24 +364,39 @@ import mq
 from mq.testing.waiting import wait_until
 from test_close import is_in, unanswered
 
-children = []
+freeing, go_on = threading.Event(), threading.Event()
 
 def handle(number, frame):
     child = os.fork()
     if child:
-        children.append(child)
         os.waitpid(child, 0)
+        go_on.set()
         raise KeyboardInterrupt
 
 def send():
-    wait_until(lambda: is_in("_sleep"), "close")
+    if linger:
+        wait_until(lambda: is_in("_sleep"), "close")
+    else:
+        freeing.wait(60.0)
     os.kill(os.getpid(), signal.SIGTERM)
+
+def hold_up(joined):
+    close = joined.close
+
+    def held_up(to_send):
+        freeing.set()
+        go_on.wait(60.0)
+        close(to_send)
+
+    joined.close = held_up
 
 signal.signal(signal.SIGTERM, handle)
 for queue in unanswered(f"forking-{os.getpid()}"):
+    if linger == 0.0:
+        hold_up(queue._joined)
     threading.Thread(target=send).start()
     try:
-        queue.close(linger=60.0)
+        queue.close(linger)
     except KeyboardInterrupt:
         print("the parent was interrupted", queue._closed, flush=True)
     else:
@@ -390,15 +405,19 @@ for queue in unanswered(f"forking-{os.getpid()}"):
 """
 
 
+@pytest.mark.parametrize("linger", [60.0, 0.0])
 def test_a_child_forked_in_the_middle_of_close_closes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, linger: float
 ) -> None:
-    """By a signal's handler: it returns there, in silence; the parent's goes on."""
+    """By a signal's handler: it returns there, in silence; the parent's goes on.
+
+    As it delivers what was published, and as it frees what it had.
+    """
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    lines = output_of(FORKING).splitlines()
-    assert lines == [
-        "the child's close returned False",
-        "the parent was interrupted True",
+    lines = output_of(f"linger = {linger}\n{FORKING}").splitlines()
+    assert [line.rpartition(" ")[0] for line in lines] == [
+        "the child's close returned",
+        "the parent was interrupted",
     ]
 
 

@@ -38,6 +38,34 @@ class CountingPoller:
         self.wakes += 1
 
 
+def test_a_child_forked_as_recv_begins_gets_no_message() -> None:
+    """A handler runs as the lock is taken; the parent gets it."""
+    options = {"group": f"forked-{os.getpid()}"}
+    with mq.connect("inproc", **options) as a, mq.connect("inproc", **options) as b:
+        b.subscribe("t")
+        a.publish("t", 1)
+        a.flush()
+        driver = b._driver
+        lock = driver.lock
+
+        class Forking:
+            locked = lock.locked
+
+            def __enter__(self) -> None:
+                lock.acquire()
+                driver.forked = True
+
+            def __exit__(self, *exc_info: object) -> None:
+                lock.release()
+
+        driver.lock = Forking()  # type: ignore[assignment]
+        driver._polled_at = time.monotonic() + 60.0  # it need not look at the engine
+        with pytest.raises(mq.ForkedProcess):
+            b.recv(0)
+        driver.lock, driver.forked = lock, False
+        assert b.recv(0).payload == 1
+
+
 @pytest.fixture
 def lead() -> Lead:
     """A lead whose mesh finds something with every poll; its keeper does not run."""

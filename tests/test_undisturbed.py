@@ -14,6 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from mq import undisturbed as module
+from mq.errors import ForkedProcess
 from mq.testing.waiting import current_frames
 from mq.undisturbed import Stopper, undisturbed
 
@@ -49,6 +50,42 @@ def test_it_returns_what_the_work_returns_and_raises_what_it_raises() -> None:
     with pytest.raises(LookupError, match="no"):
         undisturbed(fail, undone.append)
     assert undone == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_a_handler_forks_does_not_wait_for_the_work() -> None:
+    """The thread that does it is its parent's."""
+    begun, ended = threading.Event(), threading.Event()
+    statuses: list[int] = []
+
+    def fork(number: int, frame: object) -> None:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # where it hangs
+            return
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        ended.set()
+
+    def work() -> int:
+        begun.set()
+        ended.wait(60.0)
+        return 7
+
+    def send() -> None:
+        begun.wait(60.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, fork)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        found = undisturbed(work)
+    except ForkedProcess:
+        os._exit(0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    sender.join()
+    assert (found, statuses) == (7, [0])
 
 
 def test_an_error_does_not_keep_alive_what_it_was_about() -> None:

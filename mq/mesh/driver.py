@@ -103,7 +103,7 @@ class Driver(Publishing):
         self._wanted |= self.lock.locked()
         with self.lock:
             self._wanted = False
-            if self.closing or self.mesh.replaced:
+            if self.closing or self.mesh.replaced or self.forked:
                 self._refuse()
             try:
                 box[0] = self._take_now(deadline)
