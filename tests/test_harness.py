@@ -19,6 +19,7 @@ from fresh_python import ROOT
 
 import mq
 from mq.testing import Group, MemberDied, Proxy, StepTimeout, expect, waiting, worker
+from mq.testing.programs import pattern
 from mq.testing.proxy import another
 from mq.testing.waiting import current_frames
 from mq.transport import Capabilities
@@ -190,6 +191,18 @@ def test_expect_names_what_an_error_does_not_say() -> None:
         expect(ValueError),
     ):
         pass
+
+
+def test_no_part_of_a_pattern_comes_twice() -> None:
+    """So that a message whose parts have changed places differs from the pattern."""
+    seen: set[bytes] = set()
+    for number in range(3):
+        raw = pattern(number, 30_000)
+        assert raw == pattern(number, 30_000)
+        seen.update(raw[n : n + 8] for n in range(len(raw) - 7))
+
+    assert len(seen) == 3 * (30_000 - 7)
+    assert [len(pattern(1, n)) for n in (0, 1, 8, 9)] == [0, 1, 8, 9]
 
 
 class _Echo:
