@@ -18,10 +18,11 @@ import pytest
 from fresh_python import ROOT
 
 import mq
+from mq import registry
 from mq.testing import Group, MemberDied, Proxy, StepTimeout, expect, waiting, worker
-from mq.testing.programs import pattern
+from mq.testing.programs import pattern, peer_stats
 from mq.testing.proxy import another
-from mq.testing.waiting import current_frames
+from mq.testing.waiting import current_frames, wait_until
 from mq.transport import Capabilities
 
 
@@ -191,6 +192,25 @@ def test_expect_names_what_an_error_does_not_say() -> None:
         expect(ValueError),
     ):
         pass
+
+
+def test_a_connection_that_the_case_has_not_broken_must_not_break() -> None:
+    """What a session mends is a fault all the same; those of the case are none."""
+    group = Group("tcp", registry.capabilities("tcp"), {})
+    try:
+        _, dialler, proxy = group.proxied("listener", "dialler")
+        assert proxy is not None
+        proxy.cut()
+        wait_until(
+            lambda: dialler.run(peer_stats, "listener")["connections"] == 2,
+            "the session to be resumed",
+        )
+        assert group.disturbed()
+        proxy.breaks = False  # as if nobody had cut it
+        with pytest.raises(AssertionError, match="'dialler' counts lost_connections 1"):
+            group.close()
+    finally:
+        group.end()
 
 
 def test_no_part_of_a_pattern_comes_twice() -> None:

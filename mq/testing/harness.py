@@ -42,6 +42,8 @@ class Group:
         directory: An empty directory in which member processes keep their rendezvous
             and socket files.
         deadline: When the case is given up, by the monotonic clock.
+        breaks: Whether connections may break: a member was killed or stopped, or the
+            script says so, which has broken one in a way of its own.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Group:
         self.name = f"case-{uuid.uuid4().hex[:12]}"
         self.directory = tempfile.mkdtemp(prefix="mqt-")
         self.deadline = time.monotonic() + CASE
+        self.breaks = False
         self._options = options
         self._members: list[Member] = []
         self._proxies: list[Proxy] = []
@@ -172,6 +175,10 @@ class Group:
         self._members.remove(member)
 
     # -- end ----------------------------------------------------------------------
+
+    def disturbed(self) -> bool:
+        """Whether the case did something that may break connections."""
+        return self.breaks or any(proxy.breaks for proxy in self._proxies)
 
     def close(self) -> None:
         """Close the members, last first, and check that nothing of them is left."""

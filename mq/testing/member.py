@@ -151,13 +151,13 @@ class Member:
 
     def kill(self) -> None:
         """End the process by SIGKILL and wait until it is gone."""
-        self.killed = True
+        self.killed = self.group.breaks = True
         self.signal(signal.SIGKILL)
         self._running.join(STEP)
 
     def stop(self) -> None:
         """Stop the process by SIGSTOP; returns when it has stopped."""
-        self.stopped = True
+        self.stopped = self.group.breaks = True
         self.signal(signal.SIGSTOP)
         wait_until(lambda: self._state() == "T", f"{self.name} to stop")
 
@@ -214,12 +214,16 @@ class Member:
     def close(self) -> bool:
         """Close the queue and check that nothing of it is left in the process.
 
+        And that no connection broke, unless the case disturbs the group.
+
         Returns:
             Whether it could be closed; not where the case has killed or stopped it.
         """
         if self.killed or self.stopped or not self._running.is_alive():
             return False
-        self.ask(worker.close, 1.0, worker_main=False).result()
+        broke = self.ask(worker.close, 1.0, worker_main=False).result()
+        what = f"undisturbed, {self.name!r} counts {', '.join(broke)}"
+        assert self.group.disturbed() or not broke, what
         if self.process is not None:
             left = self.ask(worker.leaks).result()
             assert not left, f"close of {self.name!r} left {', '.join(left)}"

@@ -90,6 +90,7 @@ class Proxy:
     Attributes:
         address: What to dial in place of the address behind it.
         within_host: Whether its sockets cannot reach another host.
+        breaks: Whether it has cut, stalled or corrupted a connection.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Proxy:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._reader, selectors.EVENT_READ)
         self._closed = False
+        self.breaks = False
         self._thread = threading.Thread(
             target=self._loop, name="mq-test-proxy", daemon=True
         )
@@ -142,10 +144,12 @@ class Proxy:
         Returns:
             How many connections there were.
         """
+        self.breaks = True
         return self._do(self._cut)
 
     def stall(self) -> None:
         """Let nothing pass from now on, without breaking anything."""
+        self.breaks = True
         self._do(lambda: self._set_stalled(True))
 
     def resume(self) -> None:
@@ -158,6 +162,7 @@ class Proxy:
 
     def corrupt(self, pieces: int) -> None:
         """Flip bits in each of the next `pieces` pieces of up to 64 KiB that pass."""
+        self.breaks = True
         self._do(lambda: setattr(self, "_corrupt", pieces))
 
     def corrupted(self) -> bool:

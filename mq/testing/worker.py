@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from mq import registry
+from mq.errors import Closed
 from mq.mesh.poller import Poller
 
 
@@ -72,6 +73,8 @@ class RemoteTraceback(Exception):
 
 
 ORPHAN_SECONDS: Final = 5.0
+_BREAKS: Final = ("lost_connections", "forgotten")
+_OF_A_PEER: Final = ("resent_frames", "duplicate_frames", "malformed", "connections")
 
 
 class Worker:
@@ -218,10 +221,34 @@ def run(worker: Worker, function: Callable[..., Any], *args: Any, **kw: Any) -> 
     return function(worker.queue, *args, **kw)
 
 
-def close(worker: Worker, linger: float) -> None:
-    """Close the queue, if there is one."""
-    if worker.queue is not None:
-        worker.queue.close(linger=linger)
+def close(worker: Worker, linger: float) -> list[str]:
+    """Close the queue, if there is one; in words, which of its connections broke."""
+    if worker.queue is None:
+        return []
+    found = breaks(worker.queue)
+    worker.queue.close(linger=linger)
+    return found
+
+
+def breaks(queue: Any) -> list[str]:
+    """What a member counted that an undisturbed one does not, in words.
+
+    A connection that ends before its peer has said hello is none of these: members that
+    dial each other at once have one too many. Nor is what a member counts that has
+    left: of two that leave at once, one may be gone before it answers.
+    """
+    try:
+        queue.members()
+    except Closed:
+        return []
+    stats = queue.stats()
+    found = [f"{name} {stats['mesh'][name]}" for name in _BREAKS if stats["mesh"][name]]
+    for peer, counters in stats["peers"].items():
+        again = {**counters, "connections": counters["connections"] - 1}
+        found += [
+            f"{name} {counters[name]} of {peer!r}" for name in _OF_A_PEER if again[name]
+        ]
+    return found
 
 
 def leaks(worker: Worker) -> list[str]:
