@@ -10,7 +10,8 @@ import socket
 from functools import partial
 
 import mq
-from mq.testing import programs
+from mq.mesh import wire
+from mq.testing import programs, strangers
 from mq.testing.cases import case
 from mq.testing.harness import Group, expect
 from mq.testing.member import Member
@@ -268,11 +269,25 @@ def _wrong_proof_is_local(group: Group) -> None:
 
 @case("Bad input", needs="separate_processes", otherwise=_wrong_proof_is_local)
 def wrong_secret_is_refused(group: Group) -> None:
-    """By an error that says so; the member that was asked goes on and counts it."""
+    """By an error that says so; the member that was asked goes on and counts it.
+
+    Each end asks for a proof, whoever dialled: of a stranger that does not ask itself.
+    """
     a, b = group.members("a", "b", secret="the right one")
     stranger = group.unconnected("stranger")
+    options = group.options()
+    knocking = stranger.ask(strangers.knock, group.backend, options, _listening(a))
+    assert knocking.result() == [wire.CHALLENGE, wire.REFUSED]
+    assert a.call("stats")["mesh"]["unauthenticated"] == 1
     with expect(mq.AuthenticationFailed):
         group.connecting(stranger, secret="a wrong one", connect_timeout=3.0).result()
+    # Another stranger in b's process, and the one before knows the secret now.
+    door = b.ask(strangers.open_door, group.backend, options).result()
+    answering = b.ask(strangers.answer)
+    known = {"secret": "the right one", "attach_to": (door,), "connect_timeout": 3.0}
+    with expect(mq.AuthenticationFailed):
+        group.connecting(stranger, **known).result()
+    assert answering.result() == [wire.HELLO], "it greeted who had proven nothing"
     _can_exchange(a, b)
     assert {m.name for m in a.call("members")} == {"a", "b"}
 
