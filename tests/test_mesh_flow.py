@@ -553,6 +553,25 @@ def test_later_subscribers_get_the_retained_message_first() -> None:
     assert b.payloads() == []
 
 
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_retained_message_outlasts_all_that_is_not(heard: bool) -> None:
+    """However many are published after it, to a subscriber or to nobody."""
+    world = World("a", "b", "c")
+    a, b, c = world["a"], world["b"], world["c"]
+    if heard:
+        b.subscribe("t")
+        world.settle()
+    assert a.publish("t", b"kept", retain=True)
+    for _ in range(10):
+        for _ in range(30):
+            assert a.publish("t", b"newer")
+        world.settle()
+        b.payloads()
+    c.subscribe("t")
+    world.settle()
+    assert c.payloads() == [b"kept"]
+
+
 def test_a_retained_message_is_not_sent_again_to_who_has_it() -> None:
     """A new session with the same peer neither doubles it nor costs credit."""
     world = World("a", "b", peer_timeout=4.0)
