@@ -12,7 +12,7 @@ import mq
 from mq.testing import programs
 from mq.testing.cases import case
 from mq.testing.harness import Group, expect
-from mq.testing.waiting import STEP, wait_until
+from mq.testing.waiting import STEP
 
 _HANDLING_SECONDS: Final = 10e-6
 
@@ -296,8 +296,10 @@ def error_of_a_full_inbox_names_every_subscriber_waited_for(group: Group) -> Non
     a, b, c, d = group.members("a", "b", "c", "d")
     for member, depth in ((b, 1), (c, 1), (d, 100)):
         member.subscribe("t", depth=depth)
-    a.run(programs.fill, "t")
+    filled = a.run(programs.fill, "t")
     with expect(mq.PublishTimeout) as caught:
         a.publish("t", 1, timeout=0.05)
     assert sorted(caught[0].members) == ["b", "c"]
-    wait_until(lambda: a.run(programs.topic_stats, "t")["published"] > 0, "counters")
+    assert a.run(programs.topic_stats, "t")["published"] == filled
+    assert [m.digest for m in d.run(programs.receive, filled)] == list(range(filled))
+    assert d.run(programs.nothing_waits)

@@ -9,7 +9,7 @@ from mq.testing import programs
 from mq.testing.cases import case
 from mq.testing.harness import Group, expect
 from mq.testing.member import Member
-from mq.testing.waiting import STEP
+from mq.testing.waiting import PEER_TIMEOUT, STEP, wait_until
 
 MIB = 1 << 20
 
@@ -18,12 +18,13 @@ MIB = 1 << 20
 def keep_all_loses_nothing_under_backpressure(group: Group) -> None:
     """A publisher that is far faster than its subscriber waits for it."""
     a, b = group.members("a", "b")
-    b.subscribe("t", depth=8)
-    running = a.begin(programs.publish_range, "t", 0, 400)
+    count = 1200  # of which a depth of 4 would not survive a leak of credit
+    b.subscribe("t", depth=4)
+    running = a.begin(programs.publish_range, "t", 0, count)
     assert not running.done(0.2), "a publisher did not wait for a full subscriber"
-    got = b.run(programs.receive, 400)
+    got = b.run(programs.receive, count)
     running.result()
-    assert [(m.sequence, m.digest) for m in got] == [(n, n) for n in range(400)]
+    assert [(m.sequence, m.digest) for m in got] == [(n, n) for n in range(count)]
     assert b.run(programs.nothing_waits)
     assert a.run(programs.topic_stats, "t")["blocked_seconds"] > 0.1
 
@@ -101,6 +102,14 @@ def new_subscription_never_sees_the_old_stream(group: Group) -> None:
         a.publish("t", f"turn {turn}")
         assert b.recv().payload == f"turn {turn}"
         b.call("unsubscribe", "t")
+    for _ in range(2):
+        b.subscribe("t", history=mq.keep_last(1))
+        a.publish("t", "old")
+        b.call("unsubscribe", "t")
+        wait_until(lambda: not a.call("subscribers", "t"), "a to hear of it")
+        a.publish("t", "to nobody")
+    assert a.run(programs.topic_stats, "t")["nobody"] == 2
+    assert b.run(programs.nothing_waits)
 
 
 @case("edge: Windows")
@@ -228,8 +237,11 @@ def _both_full(a: Member, b: Member) -> None:
 
 @case("edge: Two members that publish to each other")
 def publish_timeout_tells_that_the_other_waits_for_us(group: Group) -> None:
-    """Two members that wait for each other: the error says so."""
-    a, b = group.members("a", "b")
+    """Two members that wait for each other: the error says so.
+
+    Neither takes the other for dead, though they have nothing to say for so long.
+    """
+    a, b = group.members("a", "b", peer_timeout=2 * PEER_TIMEOUT)
     _both_full(a, b)
     other = b.start("publish", "to a", "stuck", timeout=STEP)
     with expect(mq.PublishTimeout, "'to b'", "'b'", "waiting") as caught:
