@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from link_world import PATIENCE
 
 import mq
 from mq import tensors
+from mq.testing.link_world import PATIENCE
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,15 +11,15 @@ import signal
 import socket
 from collections.abc import Callable
 
-import links
 import nng_links
 import pytest
 from link_fixtures import own_temporary_directory
-from link_world import MakeLink, World
 from nng_links import nng_runs
 from tls_files import tls_options
 
 from mq.errors import ForkedProcess
+from mq.testing import links
+from mq.testing.link_world import MakeLink, World
 from mq.transport import What
 from transports import _zmq_doors
 from transports.inproc import InprocLink
@@ -50,50 +50,15 @@ LINKS: dict[str, MakeLink] = {
     "nng-tls": nng_links.tls,
 }
 FORKS = {name: make for name, make in LINKS.items() if "nng" not in name}
-PROMISES: dict[str, Callable[[MakeLink], None]] = {
-    promise.__name__: promise
-    for promise in (
-        links.keeps_messages_whole_and_in_order,
-        links.copies_before_it_returns,
-        links.reports_accepted_before_readable,
-        links.discards_a_body,
-        links.refuses_when_full,
-        links.does_not_spin_while_refused,
-        links.serves_others_while_one_is_full,
-        links.ends_a_poll_while_more_arrives,
-        links.shows_close_to_the_other_end,
-        links.reports_a_dead_address,
-        links.starts_a_new_connection_afresh,
-        links.delivers_before_the_link_closes,
-        links.rejects_foreign_addresses,
-        links.leaves_nothing_behind,
-        links.wakes_a_waiting_thread,
-    )
-}
-BOTH_WAYS = (
-    links.refuses_when_full,
-    links.does_not_spin_while_refused,
-    links.shows_close_to_the_other_end,
-    links.delivers_before_the_link_closes,
-)
 
 
-@pytest.mark.parametrize("promise", PROMISES.values(), ids=PROMISES)
+@pytest.mark.parametrize("promise", links.PROMISES.values(), ids=links.PROMISES)
 @pytest.mark.parametrize("make", LINKS.values(), ids=LINKS)
 def test_a_link_keeps_its_promises(
     make: MakeLink, promise: Callable[[MakeLink], None]
 ) -> None:
     """Each promise of the link contract holds on each link."""
     promise(make)
-
-
-@pytest.mark.parametrize("promise", BOTH_WAYS, ids=lambda p: p.__name__)
-@pytest.mark.parametrize("make", LINKS.values(), ids=LINKS)
-def test_the_accepting_end_keeps_them_too(
-    make: MakeLink, promise: Callable[[MakeLink, bool], None]
-) -> None:
-    """What holds for the end that dialled holds for the end that accepted."""
-    promise(make, False)
 
 
 def test_room_made_while_an_inproc_end_reports_is_not_missed(

@@ -13,13 +13,13 @@ from typing import Any
 import nng_links
 import pytest
 from link_fixtures import own_temporary_directory
-from link_world import PATIENCE, MakeLink, Member, World
 from nng_links import nng_runs
 from tls_files import tls_options
 
 from mq.mesh.poller import Poller
 from mq.stream import names
 from mq.stream.names import Names
+from mq.testing.link_world import PATIENCE, MakeLink, Member, World
 from mq.testing.waiting import wait_until
 from mq.transport import What
 from transports.tcp import TcpLink

@@ -22,7 +22,6 @@ from typing import Any
 import pynng
 import pytest
 from link_fixtures import own_temporary_directory
-from link_world import PATIENCE, World
 from nng_links import ipc, nng_runs, tcp, tls
 from tls_files import tls_options
 
@@ -31,6 +30,7 @@ from mq.credentials import contexts, pem_files
 from mq.errors import ForkedProcess
 from mq.mesh.poller import Poller
 from mq.stream.sockets import listening
+from mq.testing.link_world import PATIENCE, World
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
 from transports._nng_conns import NngConn
 from transports.nng import NngLink
@@ -414,7 +414,7 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent(wire: str) -> None
             """
             import os, signal, sys
             sys.path[:0] = sys.argv[1:2]
-            from link_world import World
+            from mq.testing.link_world import World
             from mq.transport import What
             from nng_links import ipc, tcp, tls
             with World({"ipc": ipc, "tcp": tcp, "tls": tls}[sys.argv[2]], 1) as world:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 from link_fixtures import own_temporary_directory
-from link_world import Member, World
 
 import mq
 from mq.borrowing import Unmapped, is_borrowed
@@ -29,6 +28,7 @@ from mq.mappings import map_descriptor
 from mq.mesh.poller import Poller
 from mq.segments import Segment, seal
 from mq.stream.framing import SIZES
+from mq.testing.link_world import Member, World
 from mq.transport import What
 from transports.shm import ShmConn, ShmLink
 

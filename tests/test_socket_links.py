@@ -16,13 +16,13 @@ from unittest import mock
 import nng_links
 import pytest
 from link_fixtures import own_temporary_directory
-from link_world import PATIENCE, MakeLink, World
 from nng_links import nng_runs
 from tls_files import tls_options
 
 from mq.mesh.poller import Poller
 from mq.stream import sockets
 from mq.stream.conn import StreamConn
+from mq.testing.link_world import PATIENCE, MakeLink, World
 from mq.testing.proxy import Proxy
 from mq.transport import Conn, What
 from transports.shm import ShmLink

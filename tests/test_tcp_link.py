@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from link_world import PATIENCE, World
 
 from mq.mesh.poller import Poller
 from mq.stream import passing
@@ -20,6 +19,7 @@ from mq.stream.conn import StreamConn
 from mq.stream.descriptors import DescriptorConn, peer_user
 from mq.stream.link import StreamLink
 from mq.stream.sockets import bound_unix
+from mq.testing.link_world import PATIENCE, World
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, Capabilities, Conn, What
 from transports.tcp import TcpLink
 

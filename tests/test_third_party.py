@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from suite_parts import each_part
 
+from mq.testing import links
+
 HERE = Path(__file__).parent
 
 
@@ -57,6 +59,20 @@ def test_an_unchanged_program_runs_on_it(environment: dict[str, str]) -> None:
     )
 
     assert _run(environment, "-c", program).strip() == "{'x': 1}"
+
+
+PROMISES = """
+from mq_example_transport import ExampleLink
+from mq.testing import PROMISES
+for promise in PROMISES.values():
+    promise(ExampleLink)
+print(len(PROMISES), "kept")
+"""
+
+
+def test_its_link_keeps_what_links_promise(environment: dict[str, str]) -> None:
+    """By the functions that an author of a transport finds in `mq.testing`."""
+    assert _run(environment, "-c", PROMISES).strip() == f"{len(links.PROMISES)} kept"
 
 
 @pytest.mark.slow

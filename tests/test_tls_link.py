@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from link_world import PATIENCE, World
 from nng_links import nng_runs
 from tls_files import CERTIFICATES, tls_options
 
 import mq
+from mq.testing.link_world import PATIENCE, World
 from mq.transport import Conn, Event, Link, What
 from transports.nng_tls import NngTlsLink
 from transports.tls import TlsConn, TlsLink

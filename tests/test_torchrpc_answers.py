@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from link_world import World
 from torchrpc_links import rpc_conn
 
 import mq
+from mq.testing.link_world import World
 from mq.transport import Conn, What
 from transports import _torchrpc_calls as calls
 from transports._torchrpc_arrivals import KEPT_BYTES, Arrivals

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from link_world import PATIENCE, Member, World
 from torchrpc_links import rpc_conn
 
 import mq
 from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
+from mq.testing.link_world import PATIENCE, Member, World
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_calls as calls
 from transports import _torchrpc_devices as devices

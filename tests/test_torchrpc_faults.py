@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from link_world import PATIENCE, World
 from torchrpc_links import context, dial, echoed, peer_process
 
 import mq
+from mq.testing.link_world import PATIENCE, World
 from mq.testing.proxy import Proxy
 from mq.transport import Conn, What
 from transports import _torchrpc_agent as rpc_agent

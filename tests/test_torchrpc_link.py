@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from link_world import PATIENCE, World
 from torchrpc_links import endpoint, rpc_conn
 
 import mq
 from mq import registry
 from mq.mesh.poller import Poller
+from mq.testing.link_world import PATIENCE, World
 from mq.transport import What
 from transports import _torchrpc_calls as calls
 from transports import _torchrpc_control as control

@@ -14,13 +14,13 @@ import torch
 from carrying_link import CarryingLink
 from hypothesis import given
 from hypothesis import strategies as st
-from link_world import PATIENCE, World
 from suite_parts import each_part
 from torchrpc_links import context
 
 import mq
 from mq import registry
 from mq.devices import Piece
+from mq.testing.link_world import PATIENCE, World
 from mq.transport import Conn, What
 from transports import _torchrpc_devices as devices
 from transports._torchrpc_aliases import Aliases

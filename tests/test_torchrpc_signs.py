@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from fresh_python import ROOT
-from link_world import World
 from namespaces import inside, slow_wire
 from test_tcp_link import no_descriptors_left
 from torchrpc_links import rpc_conn
 
 from mq.devices import Piece
+from mq.testing.link_world import World
 from mq.transport import What
 from transports import _torchrpc_calls as calls
 from transports._torchrpc_signs import SIGN, SIGN_SECONDS, Signs, acked_by_remote

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from link_world import World
 from torchrpc_links import rpc_conn
 
 from mq import addresses
 from mq.stream import sockets
+from mq.testing.link_world import World
 from mq.transport import Conn, What
 from transports import _torchrpc_stuck as stuck
 from transports.torchrpc import TorchRpcLink

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from fresh_python import output_of
-from link_world import PATIENCE, World
 from torchrpc_links import context, dial, rpc_conn
 
 from mq import registry
 from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
+from mq.testing.link_world import PATIENCE, World
 from mq.transport import What
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_calls as calls

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 import zmq
 from link_fixtures import own_temporary_directory
-from link_world import World
 
 from mq.addresses import split
 from mq.mesh.poller import Poller
+from mq.testing.link_world import World
 from mq.transport import What
 from transports import _zmq_doors
 from transports.zmq import ZmqLink

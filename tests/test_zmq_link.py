@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import zmq
 from link_fixtures import own_temporary_directory
-from link_world import PATIENCE, World
 from zmq.utils import garbage
 
 import transports._zmq_collector
@@ -22,6 +21,7 @@ import transports.zmq
 from mq.addresses import split
 from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
+from mq.testing.link_world import PATIENCE, World
 from mq.transport import MAX_HEAD_BYTES, Conn, What
 from transports._zmq_conns import LEAD_BYTES, WHOLE_BYTES
 from transports.zmq import ZmqLink

@@ -9,9 +9,9 @@ import struct
 from collections.abc import Callable, Iterator
 
 import pytest
-from link_world import World
 
 from mq.addresses import split
+from mq.testing.link_world import World
 from mq.transport import What
 from transports import _zmq_strangers
 from transports._zmq_strangers import SILENT_BYTES

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from link_world import PATIENCE, World
-
+from mq.testing.link_world import PATIENCE, World
 from mq.transport import Conn, What
 from transports import _torchrpc_net as net
 from transports._torchrpc_conns import RpcConn
