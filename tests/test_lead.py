@@ -43,8 +43,10 @@ def test_a_child_forked_as_recv_begins_gets_no_message() -> None:
     options = {"group": f"forked-{os.getpid()}"}
     with mq.connect("inproc", **options) as a, mq.connect("inproc", **options) as b:
         b.subscribe("t")
-        a.publish("t", 1)
+        for number in range(2):
+            a.publish("t", number)
         a.flush()
+        assert b.recv(0).payload == 0
         driver = b._driver
         lock = driver.lock
 
