@@ -203,13 +203,21 @@ class Lender:
             self._retire(segment)
 
     def trim(self, older_than_seconds: float = 0.0) -> None:
-        """Give segments back of which no block was in use for so long."""
-        with self._lock:
+        """Give segments back of which no block was in use for so long.
+
+        Not while another thread takes memory from the system: that may take seconds,
+        and who calls this has to show the peers that this member lives.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             self._collect()
             horizon = time.monotonic() - older_than_seconds
             for segment in self._unused():
                 if segment.used_at <= horizon:
                     self._retire(segment)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Give back all that is not in use; the rest goes with its last view."""

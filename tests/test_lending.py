@@ -79,6 +79,16 @@ def test_a_handler_of_a_signal_does_not_come_into_the_middle_of_take(
     assert locked == [False]
 
 
+def test_trimming_does_not_wait_for_memory_that_another_thread_takes() -> None:
+    """The keeper does it, and has to show that this member lives."""
+    lender = Lender(LIMIT)
+    with lender._lock:
+        thread = threading.Thread(target=lender.trim, daemon=True)
+        thread.start()
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
 def test_a_handler_of_the_log_may_take_memory_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
