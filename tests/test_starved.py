@@ -39,6 +39,7 @@ def _malformed(queue: mq.MQ) -> int:
 
 @contextlib.contextmanager
 def _little_memory(member: Member) -> Iterator[None]:
+    member.group.breaks = True  # for want of memory
     member.run(limit_more_memory, 48 * MIB)
     try:
         yield
