@@ -372,6 +372,7 @@ def handle(number, frame):
         os.waitpid(child, 0)
         go_on.set()
         raise KeyboardInterrupt
+    signal.alarm(60)  # where it hangs
 
 def send():
     if linger:

@@ -195,18 +195,23 @@ def test_inproc_does_not_mind_what_an_ended_process_left() -> None:
             assert len(queue.members()) == 1
 
 
+def record_another(queue: mq.MQ, **changes: Any) -> None:
+    """Record a member `b` that is not there, like this one but for the changes."""
+    meeting, record = queue._joined.meeting, queue._joined.record
+    assert meeting is not None
+    assert record is not None
+    other = dataclasses.replace(record, name="b", incarnation="e" * 16, **changes)
+    meeting.claim(other)
+
+
 def test_a_member_on_another_host_that_cannot_be_reached_is_explained() -> None:
     """Nothing was tried; it says where it listens, and what to do."""
     options: dict[str, Any] = {"group": f"apart-{os.getpid()}"}
     with mq.connect("tcp", name="a", **options) as queue:
-        meeting, record = queue._joined.meeting, queue._joined.record
-        assert meeting is not None
+        record = queue._joined.record
         assert record is not None
         elsewhere = dataclasses.replace(record.process, boot_id="other", host="far")
-        other = dataclasses.replace(
-            record, name="b", incarnation="e" * 16, process=elsewhere
-        )
-        meeting.claim(other)
+        record_another(queue, process=elsewhere)
         with pytest.raises(mq.ConnectTimeout) as caught:
             mq.connect("tcp", name="c", connect_timeout=0.5, **options)
     address = record.addresses[0]
@@ -218,14 +223,7 @@ def test_a_loopback_where_nobody_answers_may_be_another_one() -> None:
     """Containers of one host have each their own, and the host's boot id."""
     options: dict[str, Any] = {"group": f"loopbacks-{os.getpid()}"}
     with mq.connect("tcp", name="a", **options) as queue:
-        meeting, record = queue._joined.meeting, queue._joined.record
-        assert meeting is not None
-        assert record is not None
-        nobody = (f"tcp://127.0.0.1:{free_port()}",)
-        other = dataclasses.replace(
-            record, name="b", incarnation="e" * 16, addresses=nobody
-        )
-        meeting.claim(other)
+        record_another(queue, addresses=(f"tcp://127.0.0.1:{free_port()}",))
         with pytest.raises(mq.ConnectTimeout, match=r"'b'.*namespace, one of the two"):
             mq.connect("tcp", name="c", connect_timeout=0.5, **options)
 
