@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from mq import extensions as ext
-from mq.errors import CodecError
+from mq.errors import CodecError, first_line
 from mq.frames import align_area
 
 _streams: Final[dict[torch.device, Any]] = {}
@@ -46,7 +46,7 @@ class Piece:
         try:
             return cls(tensor, filled(tensor.device))
         except RuntimeError as error:
-            return cls(tensor, problem=_first_line(error))
+            return cls(tensor, problem=first_line(error))
 
     def __len__(self) -> int:
         return self.tensor.numel()
@@ -104,7 +104,7 @@ class Landing:
         except RuntimeError as error:
             raise ValueError(
                 f"a piece on {self._device} cannot be put in its place: "
-                f"{_first_line(error)}"
+                f"{first_line(error)}"
             ) from error
 
     def _copy(self, start: int, piece: Piece) -> None:
@@ -119,7 +119,7 @@ class Landing:
                 except RuntimeError as error:
                     raise ValueError(
                         f"no room for {self._nbytes} bytes on {self._device}: "
-                        f"{_first_line(error)}"
+                        f"{first_line(error)}"
                     ) from error
             _await(piece.ready, self._device)
             self._tensor[start : start + len(piece)].copy_(piece.tensor)
@@ -182,7 +182,7 @@ class Area:
             except RuntimeError as error:
                 raise CodecError(
                     f"the tensors on {self.device} cannot be copied: "
-                    f"{_first_line(error)}; nobody got the message"
+                    f"{first_line(error)}; nobody got the message"
                 ) from error
             self._pieces = [Piece(copy, ready) for copy in copies]
             self._parts.clear()
@@ -202,10 +202,6 @@ def _cut(parts: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor
             room -= part.numel()
     if run:
         yield run
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 # -- streams ----------

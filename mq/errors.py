@@ -160,3 +160,8 @@ class PeerLost(MQError, ConnectionError):
     def __init__(self, message: str, peer: str = "") -> None:
         super().__init__(message)
         self.peer = peer
+
+
+def first_line(error: BaseException) -> str:
+    """What an engine's error says, for one of ours: torch's go on for a screen."""
+    return str(error).partition("\n")[0][:200].rstrip(".")

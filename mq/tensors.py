@@ -12,7 +12,7 @@ import torch
 
 from mq import extensions as ext
 from mq.arrays import checked_size, raw_bytes, with_sound_bools
-from mq.errors import CodecError
+from mq.errors import CodecError, first_line
 from mq.packing import Packer, Refusal, encode
 from mq.repeated import KINDS, Descriptions, Kind, described
 from mq.speed import know_tensors
@@ -77,14 +77,10 @@ def check_device(device: str) -> None:
         torch.empty(1, device="cpu").to(device)
     except (RuntimeError, AssertionError, ImportError) as error:  # by kind of device
         raise ValueError(
-            f"device is {device!r}, which cannot be used here: {_first_line(error)}. "
+            f"device is {device!r}, which cannot be used here: {first_line(error)}. "
             f"Torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
             "name one of them or 'cpu', or leave device= out"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200].rstrip(".")
 
 
 def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
@@ -93,13 +89,13 @@ def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
         return _packed(packer, tensor)
     except AssertionError as error:  # of torch's: any call of it may raise that
         raise Refusal(
-            f"torch does not give a tensor's data here: {_first_line(error)}; publish "
+            f"torch does not give a tensor's data here: {first_line(error)}; publish "
             "it outside of FakeTensorMode"
         ) from error
     except (torch.cuda.OutOfMemoryError, RecursionError):
         raise
     except RuntimeError as error:  # a GPU that has failed, above all
-        raise Refusal(f"torch cannot copy a tensor: {_first_line(error)}") from error
+        raise Refusal(f"torch cannot copy a tensor: {first_line(error)}") from error
 
 
 def _packed(packer: Packer, tensor: torch.Tensor) -> Any:
@@ -219,7 +215,7 @@ def _finish(done: torch.cuda.Event, device: torch.device) -> None:
     except RuntimeError as error:
         raise CodecError(
             f"tensors on {device} cannot be copied into host memory: "
-            f"{_first_line(error)}; nobody got the message"
+            f"{first_line(error)}; nobody got the message"
         ) from error
 
 
@@ -282,7 +278,7 @@ def _work_on(device: object, nbytes: int) -> Iterator[None]:
     except RuntimeError as error:
         raise CodecError(
             f"a tensor of {nbytes} bytes cannot be put on {device}: "
-            f"{_first_line(error)}; free memory there, or subscribe with another device"
+            f"{first_line(error)}; free memory there, or subscribe with another device"
         ) from error
 
 

@@ -30,6 +30,7 @@ from typing import Any, Final
 import torch
 
 from mq import addresses
+from mq.errors import first_line
 from mq.log import Log
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
@@ -279,9 +280,8 @@ class Agent:
                 else:
                     known = self._add(url, pairs)
             except (RuntimeError, ValueError) as error:  # C++: invalid_argument
-                first = str(error).partition("\n")[0]
                 raise OSError(
-                    f"the RPC agent does not take the peer: {first}"
+                    f"the RPC agent does not take the peer: {first_line(error)}"
                 ) from error
             self._peers[id, pairs] = known
             return known

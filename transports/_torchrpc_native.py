@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from mq.errors import ForkedProcess, TransportUnavailable
+from mq.errors import ForkedProcess, TransportUnavailable, first_line
 
 _ERRORS: Final = 2  # of FLAGS_caffe2_log_level
 _WORTH_BYTES: Final = 64 << 20
@@ -105,10 +105,9 @@ def init_cuda() -> None:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        first = str(error).partition("\n")[0]
         raise TransportUnavailable(
-            f"torch {torch.__version__} cannot initialise CUDA: {first}; use "
-            "torchrpc:cpu"
+            f"torch {torch.__version__} cannot initialise CUDA: "
+            f"{first_line(error)}; use torchrpc:cpu"
         ) from error
 
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from mq.errors import ForkedProcess, TransportUnavailable
+from mq.errors import ForkedProcess, TransportUnavailable, first_line
 from mq.log import Log
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
@@ -109,11 +109,11 @@ def _start(options: Options) -> Agent:
         raise
     except Exception as error:  # whatever a torch of another version raises
         _give_up(agent)
-        first = str(error).partition("\n")[0]
         raise TransportUnavailable(
             f"TensorPipe of torch {torch.__version__} does not start with transports "
-            f"{options.transports} and channels {options.channels}: {first}. Its "
-            f"private interface is used here, tested with {TESTED}"
+            f"{options.transports} and channels {options.channels}: "
+            f"{first_line(error)}. Its private interface is used here, tested with "
+            f"{TESTED}"
         ) from error
     except BaseException:  # Ctrl-C
         _give_up(agent)

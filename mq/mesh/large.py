@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.buffers import copy
-from mq.errors import CodecError
+from mq.errors import CodecError, first_line
 from mq.frames import ALIGNMENT, align
 from mq.transport import CHUNK_BYTES, PIECE_BYTES
 
@@ -199,10 +199,9 @@ def _copy(piece: Piece, into: memoryview) -> None:
     try:
         piece.copy_to(into)
     except RuntimeError as error:
-        first = str(error).partition("\n")[0]
         raise CodecError(
             f"the tensors on {piece.tensor.device} cannot be copied into host memory: "
-            f"{first}"
+            f"{first_line(error)}"
         ) from error
 
 
