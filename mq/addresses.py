@@ -85,9 +85,24 @@ def rank(candidates: Sequence[str], wires: Sequence[str], same_host: bool) -> li
         address
         for address in candidates
         if address.partition("://")[0] in order
+        and is_whole(address)
         and (same_host or is_routable(address, wires))
     ]
     return sorted(usable, key=lambda address: order[address.partition("://")[0]])
+
+
+def is_whole(address: str) -> bool:
+    """Whether it is well-formed: over TCP it has a host and a port, if only 0."""
+    scheme, _, rest = address.partition("://")
+    if scheme in _FILE_SCHEMES:
+        return bool(rest)
+    return split_host_port(rest) is not None
+
+
+def is_any_port(address: str) -> bool:
+    """Whether it is one to listen on only: it asks for any free port."""
+    scheme, _, rest = address.partition("://")
+    return scheme not in _FILE_SCHEMES and (split_host_port(rest) or ("", 1))[1] == 0
 
 
 def is_loopback(host: str) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from mq import process, rendezvous
+from mq import addresses, process, rendezvous
 from mq.errors import (
     AuthenticationFailed,
     ConnectRefused,
@@ -300,11 +300,11 @@ class Arrival:
         for entry in waiting:
             record = entry.record
             dial = self._dials[record.incarnation]
-            addresses = ", ".join(record.addresses)
-            happened = f"tried {addresses}: {dial.error or 'no answer'}"
+            places = ", ".join(record.addresses)
+            happened = f"tried {places}: {dial.error or 'no answer'}"
             if not dial.routes:
                 happened = (
-                    f"listens on {addresses}, which cannot be reached from this host, "
+                    f"listens on {places}, which cannot be reached from this host, "
                     f"and has not dialled this member; {_LISTEN}"
                 )
             elif self._link.capabilities.reach == "network" and not any(
@@ -338,9 +338,11 @@ def dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:
     dials = []
     for address in settings.attach_to:
         routes = mesh.greetings.routes([address], same_host=True)
-        if not routes:
+        if not routes or addresses.is_any_port(address):
             raise ValueError(
-                f"attach_to={address!r} is no address of backend {settings.backend!r}"
+                f"attach_to={address!r} is no address of backend {settings.backend!r}; "
+                "give what describe()['addresses'] of another member says, over TCP "
+                "with its port"
             )
         dial = Dial(routes, until=deadline + 1.0)
         dials.append(dial)

@@ -143,6 +143,23 @@ def test_an_address_of_tcp_is_taken_by_whatever_goes_over_it(backend: str) -> No
             assert len(b.members()) == 2
 
 
+@pytest.mark.parametrize("rest", ["127.0.0.1", "127.0.0.1:99999", ":5", "127.0.0.1:0"])
+@pytest.mark.parametrize("backend", [*EVERYWHERE, "torchrpc"])
+def test_an_address_that_nobody_can_have_is_refused_at_once(
+    backend: str, rest: str
+) -> None:
+    """Not dialled until connect_timeout, as if somebody might still come there."""
+    _, options = EVERYWHERE.get(backend, ("", {}))
+    attach, begin = f"tcp://{rest}", time.monotonic()
+
+    told = rf"//{re.escape(rest)}' is no address .*, over TCP with its port"
+    with pytest.raises(ValueError, match=told):
+        mq.connect(
+            backend, group="g", attach_to=attach, connect_timeout=DEADLINE, **options
+        )
+    assert time.monotonic() - begin < DEADLINE / 2
+
+
 def test_who_lost_its_name_looks_after_nothing_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
