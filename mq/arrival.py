@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from mq import addresses, process, rendezvous
+from mq import process, rendezvous
 from mq.errors import (
     AuthenticationFailed,
     ConnectRefused,
@@ -109,7 +109,7 @@ class Arrival:
                 return claim.record
             holder = claim.holder.record
             self._check_fits(claim.holder)
-            if self._is_alive(holder):
+            if self._is_alive(claim.holder):
                 raise ConnectRefused(
                     f"{self._held(holder)}; choose another name or end that process"
                 )
@@ -176,19 +176,22 @@ class Arrival:
         finally:
             watch.close()
 
-    def _is_alive(self, record: rendezvous.Record) -> bool:
+    def _is_alive(self, holder: Entry) -> bool:
         """Ask the holder of a name; silence for `PROBE_SECONDS` counts as death.
 
         Raises:
             ConnectTimeout: It was silent, but the time to connect was up before.
         """
+        record = holder.record
         if self._has_ended(record):
             return False
         dial = self._dial(record, probe=True)
+        if not dial.routes:
+            return self._is_renewed(holder)
         left = max(0.0, self._deadline - time.monotonic())
         answered = self._driver.wait_until(lambda: dial.done, min(left, PROBE_SECONDS))
         self._driver.run(lambda: self._mesh.greetings.cancel(dial))
-        _raise_refusal(record.name, dial)
+        raise_refusal(record.name, dial)
         if not answered and left < PROBE_SECONDS:
             raise ConnectTimeout(
                 f"{self._held(record)} and did not answer within "
@@ -198,6 +201,34 @@ class Arrival:
             )
         welcome = dial.welcome
         return welcome is not None and welcome.incarnation == record.incarnation
+
+    def _is_renewed(self, holder: Entry) -> bool:
+        """Whether a holder that cannot be asked renews its lease before that ends.
+
+        Raises:
+            ConnectTimeout: The time to connect was up before.
+        """
+        record = holder.record
+        while not holder.expired:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise ConnectTimeout(
+                    f"{self._held(record)}, listens on {', '.join(record.addresses)}, "
+                    "which cannot be reached from here to ask whether it lives, and "
+                    f"its lease of {record.lease:g} s had not ended within "
+                    f"{self._settings.connect_timeout:g} s: raise connect_timeout, "
+                    "choose another name or end that process"
+                )
+            self._driver.wait_until(lambda: False, min(left, LOOK_SECONDS))
+            before = holder
+            for holder in self._ask(self._meeting.records):
+                if holder.record.incarnation == record.incarnation:
+                    break
+            else:
+                return False
+            if holder.age < before.age:
+                return True
+        return False
 
     # -- the others ----------
 
@@ -293,7 +324,7 @@ class Arrival:
         for entry in waiting:
             dial = self._dials[entry.record.incarnation]
             if not (entry.expired and dial.refusal in STRANGE):
-                _raise_refusal(dial.name, dial)
+                raise_refusal(dial.name, dial)
 
     def _explain(self, waiting: Sequence[Entry]) -> str:
         lines = []
@@ -327,49 +358,7 @@ class Arrival:
 _LISTEN = "one of the two must listen= (or MQ_LISTEN) where the other reaches it"
 
 
-def dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:
-    """Have a session with whoever listens at the addresses of `attach_to`.
-
-    Raises:
-        ValueError: One of them is no address of this backend.
-        ConnectTimeout, ConnectRefused, AuthenticationFailed: Not at all of them.
-    """
-    mesh = driver.mesh
-    dials = []
-    for address in settings.attach_to:
-        routes = mesh.greetings.routes([address], same_host=True)
-        if not routes or addresses.is_any_port(address):
-            raise ValueError(
-                f"attach_to={address!r} is no address of backend {settings.backend!r}; "
-                "give what describe()['addresses'] of another member says, over TCP "
-                "with its port"
-            )
-        dial = Dial(routes, until=deadline + 1.0)
-        dials.append(dial)
-        driver.run(functools.partial(mesh.greetings.start, dial))
-
-    def reached(dial: Dial) -> bool:
-        session = mesh.sessions.get(dial.incarnation)
-        return session is not None and session.introduced
-
-    def settled() -> bool:
-        return any(d.refusal for d in dials) or all(map(reached, dials))
-
-    arrived = driver.wait_until(settled, max(0.0, deadline - time.monotonic()))
-    for dial in dials:
-        _raise_refusal("", dial)
-    if not arrived:
-        missing = "; ".join(
-            f"{d.address} ({d.error or 'no answer'})" for d in dials if not reached(d)
-        )
-        raise ConnectTimeout(
-            f"could not greet within {settings.connect_timeout:g} s: {missing}. Is a "
-            "member of this group listening there? On a slow network raise "
-            "connect_timeout"
-        )
-
-
-def _raise_refusal(name: str, dial: Dial) -> None:
+def raise_refusal(name: str, dial: Dial) -> None:
     """Raises: ConnectRefused or AuthenticationFailed, if a dial was refused."""
     if not dial.refusal:
         return

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mq import addresses, forks, process, registry, rendezvous
-from mq.arrival import Arrival, dial_explicit, lease_seconds, record_of, within_reach
+from mq.arrival import Arrival, lease_seconds, record_of, within_reach
+from mq.attaching import dial_explicit
 from mq.descriptors import free_descriptors
 from mq.errors import TransportUnavailable
 from mq.log import Log

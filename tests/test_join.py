@@ -9,8 +9,9 @@ import math
 import os
 import re
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -541,3 +542,56 @@ def test_a_child_forked_during_connect_holds_nothing_of_it_and_harms_nobody(
     """
     arguments = (backend, address, str(tmp_path), options, every)
     assert output_of(f"arguments = {arguments}" + FORKING, timeout=60) == "0 1\n"
+
+
+@contextlib.contextmanager
+def _held_far_away(**changes: Any) -> Iterator[tuple[dict[str, Any], Record]]:
+    """A group where a member of another host that this one cannot dial has a name."""
+    options: dict[str, Any] = {"group": f"far-{os.getpid()}"}
+    with mq.connect("tcp", name="a", peer_timeout=60.0, **options) as queue:
+        record = queue._joined.record
+        meeting = queue._joined.meeting
+        assert record is not None
+        assert meeting is not None
+        elsewhere = dataclasses.replace(record.process, boot_id="other", host="far")
+        changes = {"name": "x", "incarnation": "e" * 16, **changes}
+        far = dataclasses.replace(record, process=elsewhere, **changes)
+        yield options, meeting.claim(far).record
+
+
+def test_a_name_is_not_taken_from_a_holder_that_cannot_be_asked() -> None:
+    """It was not silent, and whether it lives is seen by its lease."""
+    with _held_far_away() as (options, far), contextlib.ExitStack() as stack:
+        renewing = threading.Event()
+        meeting = open_rendezvous(
+            None, group=options["group"], secret=None, timeout=DEADLINE
+        )
+        stack.callback(meeting.close)
+
+        def renew() -> None:
+            while not renewing.wait(0.5):
+                meeting.renew(far)
+
+        thread = threading.Thread(target=renew, name="mq-test-renewing")
+        thread.start()
+        stack.callback(thread.join, DEADLINE)
+        stack.callback(renewing.set)
+        with pytest.raises(mq.ConnectRefused, match=r"'x'.* is held by pid \d+ on far"):
+            mq.connect("tcp", name="x", connect_timeout=DEADLINE, **options)
+        held = {e.record.name: e.record.incarnation for e in meeting.records()}
+        assert held["x"] == far.incarnation
+
+
+def test_who_waits_for_the_lease_of_a_holder_is_told_so() -> None:
+    """It may have ended, and nobody here can tell before its lease has ended, too."""
+    with _held_far_away() as (options, _):
+        told = r"'x'.* held by pid \d+ on far.* cannot be reached from here.* lease of"
+        with pytest.raises(mq.ConnectTimeout, match=told):
+            mq.connect("tcp", name="x", connect_timeout=0.5, **options)
+
+
+def test_a_name_is_free_when_the_lease_of_a_holder_has_ended() -> None:
+    """Whoever it was, and wherever, it may be begun again under its name."""
+    with _held_far_away(lease=1.0) as (options, _):
+        with mq.connect("tcp", name="x", connect_timeout=DEADLINE, **options) as queue:
+            assert [member.name for member in queue.members()] == ["a", "x"]
