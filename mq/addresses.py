@@ -244,9 +244,18 @@ def check_socket_path(path: str) -> None:
             f"the path of a unix socket has at most {SOCKET_PATH_BYTES} bytes; choose "
             f"a shorter directory than that of {path}",
         )
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        if probe.connect_ex(path) in (0, errno.EAGAIN):
-            raise OSError(errno.EADDRINUSE, f"somebody listens on {path} already")
+    if has_listener(path):
+        raise OSError(errno.EADDRINUSE, f"somebody listens on {path} already")
     if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
         raise OSError(errno.EADDRINUSE, f"{path} is there already, and is no socket")
+
+
+def has_listener(path: str) -> bool:
+    """Whether somebody listens on a unix socket, if only in a process that is stopped.
+
+    Raises:
+        OSError: This process has no descriptor left.
+    """
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(path) in (0, errno.EAGAIN)

@@ -8,6 +8,7 @@ import errno
 import math
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from meeting import (
     eventually,
     free_port,
     freeze,
+    meet,
     names,
     no_descriptors,
     process_of,
@@ -31,6 +33,7 @@ from nng_links import nng_runs
 from tls_files import tls_options
 
 import mq
+from mq.addresses import has_listener
 from mq.errors import TransportUnavailable
 from mq.join import check_descriptors
 from mq.rendezvous import open_rendezvous
@@ -309,15 +312,17 @@ def test_a_member_knows_the_records_of_its_peers() -> None:
 
 def _connected(options: dict[str, Any], pipe: Connection) -> None:
     """Be a member until the process is ended."""
-    with mq.connect("tcp", name="b", **options):
+    with mq.connect(**{"backend": "tcp", "name": "b"} | options):
         pipe.send("connected")
         pipe.recv()
 
 
-def test_newcomers_need_not_wait_for_a_member_that_was_given_up() -> None:
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_newcomers_need_not_wait_for_a_member_that_was_given_up(backend: str) -> None:
     """Its record goes then, also where nobody can prove that its process has ended."""
-    options: dict[str, Any] = {"group": f"given-up-{os.getpid()}", "peer_timeout": 2.0}
-    with mq.connect("tcp", name="a", **options) as queue:
+    options: dict[str, Any] = {"group": f"given-up-{backend}-{os.getpid()}"}
+    options |= {"peer_timeout": 2.0, "backend": backend}
+    with mq.connect(name="a", **options) as queue:
         queue._mesh.config.watch = lambda process: None
         meeting = queue._joined.meeting
         assert meeting is not None
@@ -326,6 +331,31 @@ def test_newcomers_need_not_wait_for_a_member_that_was_given_up() -> None:
             assert sorted(names(meeting)) == ["a", "b"]
             child.kill()
             eventually(lambda: names(meeting) == ["a"])
+
+
+def test_who_stood_still_for_hours_is_found_again() -> None:
+    """By who came meanwhile, and by who comes later."""
+    options: dict[str, Any] = {"group": f"stood-{os.getpid()}", "backend": "shm"}
+    with process_of(_connected, options) as (child, pipe):
+        assert pipe.recv() == "connected"
+        freeze(child.pid)
+        with contextlib.closing(meet(None, options["group"])) as looking:
+            assert looking.directory is not None
+            for file in Path(looking.directory).glob("m-*"):
+                os.utime(file, (0, 0))
+            assert len(looking.records()) == 1
+            with mq.connect(name="a", **options) as queue:
+                assert [member.name for member in queue.members()] == ["a"]
+                os.kill(child.pid, signal.SIGCONT)
+                queue.wait_for_members(2, timeout=DEADLINE)
+                eventually(lambda: names(looking) == ["a", "b"])
+                (record,) = (
+                    e.record for e in looking.records() if e.record.name == "b"
+                )
+                (address,) = record.addresses
+                assert has_listener(address.partition("://")[2])
+                with mq.connect(name="c", **options) as late:
+                    assert [member.name for member in late.members()] == ["a", "b", "c"]
 
 
 def test_who_lives_is_met_though_its_lease_has_ended(

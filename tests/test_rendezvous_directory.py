@@ -31,6 +31,7 @@ from meeting import (
 )
 
 from mq.errors import PeerLost, TransportUnavailable
+from mq.rendezvous import Rendezvous
 from mq.rendezvous import paths as place
 from mq.rendezvous.directory import DirectoryStore
 
@@ -226,14 +227,63 @@ def test_the_socket_file_of_who_is_only_silent_stays(runtime: Path) -> None:
         path = Path(one.directory, "x.zmq")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
+            listener.listen()
             stopped = record("stopped", addresses=(f"ipc://{path}",), lease=20.0)
             one.claim(stopped)
-            for file in Path(one.directory).glob("m-*"):
-                os.utime(file, (time.time() - 15, time.time() - 15))
+            _age(one, 15.0)
             one.sweep(stopped.name, stopped.incarnation, proven=False)
             assert path.exists()
             one.sweep(stopped.name, stopped.incarnation)
             assert not path.exists()
+
+
+def test_the_socket_file_of_who_listens_no_more_goes_with_the_record(
+    runtime: Path,
+) -> None:
+    """In another container nobody can prove more; every newcomer would dial it."""
+    with contextlib.closing(meet(None)) as one:
+        assert one.directory is not None
+        path = Path(one.directory, "x.zmq")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen()
+        killed = record("killed", addresses=(f"ipc://{path}",), lease=20.0)
+        one.claim(killed)
+        one.sweep(killed.name, killed.incarnation, proven=False)
+        assert names(one) == ["killed"]
+        _age(one, 15.0)
+        one.sweep(killed.name, killed.incarnation, proven=False)
+        assert names(one) == []
+        assert not path.exists()
+
+
+def test_who_stood_still_for_hours_has_its_socket_file_yet(runtime: Path) -> None:
+    """It goes on, and writes its record again; but others dial it at that file."""
+    with contextlib.closing(meet(None)) as one:
+        assert one.directory is not None
+        paths = [Path(one.directory, f"{name}.zmq") for name in ("stopped", "killed")]
+        with (
+            socket.socket(socket.AF_UNIX) as listener,
+            socket.socket(socket.AF_UNIX) as dead,
+        ):
+            for path, sock in zip(paths, (listener, dead), strict=True):
+                sock.bind(str(path))
+                sock.listen()
+                address = f"ipc://{path}"
+                one.claim(record(path.stem, addresses=(address,), lease=20.0))
+            dead.close()
+            _age(one, 10000.0)
+            one.records()
+            assert names(one) == ["stopped"]
+            assert [path.exists() for path in paths] == [True, False]
+
+
+def _age(rendezvous: Rendezvous, seconds: float) -> None:
+    """Nobody has renewed its lease for so long."""
+    assert rendezvous.directory is not None
+    then = time.time() - seconds
+    for file in Path(rendezvous.directory).glob("m-*"):
+        os.utime(file, (then, then))
 
 
 def test_socket_files_go_with_the_record(runtime: Path) -> None:

@@ -128,7 +128,7 @@ class Rendezvous:
         Args:
             proven: Whether it is known to be dead; else its record goes only if it was
                 not renewed for long. If it lives it writes it again; but it could not
-                make its socket files again, so with such the record stays.
+                make its socket files again, so while it listens there the record stays.
         """
 
         def remove() -> None:
@@ -141,13 +141,9 @@ class Rendezvous:
         return any(
             entry.record.incarnation == incarnation
             and entry.age > OLD_SHARE * entry.record.lease
-            and not self._has_files(entry.record)
+            and not self._store.is_listening(entry.record)
             for entry in self._store.records()
         )
-
-    def _has_files(self, record: Record) -> bool:
-        paths = [address.partition("://")[2] for address in record.addresses]
-        return any(os.path.dirname(path) == self.directory for path in paths)
 
     def arrived(self) -> None:
         """From now on each call may take the time-out: the member is connected."""

@@ -29,9 +29,11 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from mq import forks
+from mq.addresses import has_listener
 from mq.descriptors import out_of_descriptors
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
 from mq.rendezvous import paths
+from mq.rendezvous.files import publish_file, read_file
 from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
 from mq.rendezvous.store import CellStore, WarnOnce
 
@@ -164,14 +166,14 @@ class DirectoryStore(CellStore[_File]):
         """The directory's key, which is `key` or a new one if there was none."""
         while True:
             with contextlib.suppress(FileNotFoundError):
-                found = self._slurp("key", KEY_BYTES)[0]
+                found = read_file(self._file("key"), KEY_BYTES)[0]
                 if len(found) != KEY_BYTES:
                     raise TransportUnavailable(
                         f"{self._file('key')} is damaged; end all members of the group "
                         "and remove the directory"
                     )
                 return found
-            self._publish(key or secrets.token_bytes(KEY_BYTES), "key")
+            publish_file(self.path, "key", key or secrets.token_bytes(KEY_BYTES))
 
     def _stay(self) -> None:
         """Come back if somebody, such as a cleaner of /tmp, removed the directory."""
@@ -243,7 +245,7 @@ class DirectoryStore(CellStore[_File]):
         with self._guard():
             mine = f"{_hash(name)}-{new.generation}"
             text = "" if new.record is None else new.record.to_json()
-            if not self._publish(text.encode(), mine):
+            if not publish_file(self.path, mine, text.encode()):
                 return False
             files = [
                 file for file in os.listdir(self.path) if file.startswith(_hash(name))
@@ -253,7 +255,8 @@ class DirectoryStore(CellStore[_File]):
                 return False
             for file in files:
                 if _generation(file) < new.generation:
-                    self._sweep_sockets(file)
+                    with contextlib.suppress(OSError):
+                        self._sweep_sockets(self._load(file)[0].record)
                     self._unlink(file)
             return True
 
@@ -276,6 +279,10 @@ class DirectoryStore(CellStore[_File]):
         with self._guard():
             return self._list()
 
+    def is_listening(self, record: Record) -> bool:
+        with self._guard():
+            return self._is_listening(record)
+
     def version(self) -> str:
         with self._guard():
             files = sorted(self._newest().values())
@@ -292,8 +299,10 @@ class DirectoryStore(CellStore[_File]):
             age = max(0.0, now - token.renewed)
             if cell.record is not None:
                 entries.append(Entry(cell.record, age))
-            if age > SWEEP_SECONDS and (cell.record is None or entries[-1].expired):
-                self._sweep_sockets(file)
+                if not entries[-1].expired:
+                    continue
+            if age > SWEEP_SECONDS and not self._is_listening(cell.record):
+                self._sweep_sockets(cell.record)
                 self._unlink(file)
         self._parsed = {f: r for f, r in self._parsed.items() if f in newest.values()}
         return sorted(entries, key=lambda entry: entry.record.name)
@@ -313,7 +322,7 @@ class DirectoryStore(CellStore[_File]):
         if file in self._parsed:  # what is under a name never changes
             renewed = os.lstat(self._file(file)).st_mtime
             return Cell(_generation(file), self._parsed[file]), _File(file, renewed)
-        text, renewed = self._slurp(file, MAX_RECORD_BYTES)
+        text, renewed = read_file(self._file(file), MAX_RECORD_BYTES)
         record = None
         if text:
             try:
@@ -348,27 +357,6 @@ class DirectoryStore(CellStore[_File]):
                     self.path,
                 ) from error
 
-    def _publish(self, content: bytes, name: str) -> bool:
-        """Make a complete file at once; False if there is one of that name."""
-        temporary = self._file(f"t-{secrets.token_hex(8)}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(temporary, flags, 0o600)
-        try:
-            with open(fd, "wb") as file:
-                file.write(content)
-            os.link(temporary, self._file(name))
-        except FileExistsError:
-            # A repeated request on NFS says so too after a lost answer.
-            return os.stat(temporary).st_nlink == 2
-        finally:
-            os.unlink(temporary)
-        return True
-
-    def _slurp(self, name: str, limit: int) -> tuple[bytes, float]:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(os.open(self._file(name), flags), "rb") as file:
-            return file.read(limit + 1), os.fstat(file.fileno()).st_mtime
-
     def _now(self) -> float:
         """The file system's own clock, in its seconds."""
         os.utime(self._file("lock"))
@@ -378,15 +366,20 @@ class DirectoryStore(CellStore[_File]):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._file(file))
 
-    def _sweep_sockets(self, file: str) -> None:
-        """Remove the socket files of a member that is gone or was replaced."""
-        with contextlib.suppress(OSError):
-            record = self._load(file)[0].record
-            for address in record.addresses if record is not None else ():
-                path = address.partition("://")[2]
-                if os.path.dirname(path) == self.path:
-                    if stat.S_ISSOCK(os.lstat(path).st_mode):
-                        os.unlink(path)
+    def _sockets(self, record: Record | None) -> list[str]:
+        """The socket files that go with a record."""
+        addresses = () if record is None else record.addresses
+        files = [address.partition("://")[2] for address in addresses]
+        return [file for file in files if os.path.dirname(file) == self.path]
+
+    def _is_listening(self, record: Record | None) -> bool:
+        return any(map(has_listener, self._sockets(record)))
+
+    def _sweep_sockets(self, record: Record | None) -> None:
+        for file in self._sockets(record):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.lstat(file).st_mode):
+                    os.unlink(file)
 
 
 def _hash(name: str) -> str:

@@ -85,6 +85,10 @@ class Store(ABC):
     def close(self) -> None:
         """Free everything, and end calls in other threads. Idempotent."""
 
+    def is_listening(self, record: Record) -> bool:
+        """Whether somebody listens on a socket file that would go with the record."""
+        return False
+
     def watched(self) -> int | None:
         """A socket whose hang-up means that the records must be announced anew."""
         return None
