@@ -27,7 +27,7 @@ from meeting import (
 
 import mq
 from mq.process import ProcessWatch
-from mq.rendezvous import Rendezvous
+from mq.rendezvous import Entry, Rendezvous
 
 __all__ = ["libuv", "runtime", "store_port"]  # fixtures
 
@@ -288,6 +288,44 @@ def test_who_is_silent_is_swept_unless_the_lease_is_fresh(spec: str | None) -> N
         eventually(swept)
         rendezvous.renew(old)  # it lives after all
         eventually(lambda: sorted(names(rendezvous)) == ["fresh", "old"])
+
+
+@pytest.mark.parametrize("spec", ["shared", "tcp", "env"], indirect=True)
+def test_all_of_many_silent_members_are_swept_and_the_lease_is_renewed(
+    spec: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that goes takes many with it, and the store may be slow just then."""
+    with contextlib.closing(meet(spec)) as rendezvous:
+        old = [
+            rendezvous.claim(record(f"m{number}", lease=1e-6)).record
+            for number in range(100)
+        ]
+        first = rendezvous.claim(record("first", "b")).record
+        mine = rendezvous.claim(record("mine", "c")).record
+        rendezvous.remove(mine.name, mine.incarnation)  # its renewal shows by that
+        goes_on, looks, store = threading.Event(), [0], rendezvous._store
+        ask, list_all = store.version, store.records
+        list_all()  # as the age of some is counted from when they are seen first
+
+        def ask_late() -> str:
+            assert goes_on.wait(DEADLINE)
+            return ask()
+
+        def count() -> list[Entry]:
+            looks[0] += 1
+            return list_all()
+
+        monkeypatch.setattr(store, "version", ask_late)
+        monkeypatch.setattr(store, "records", count)
+        rendezvous.renew(first)
+        rendezvous.renew(mine)
+        for silent in old:
+            rendezvous.sweep(silent.name, silent.incarnation, proven=False)
+        goes_on.set()
+        eventually(
+            lambda: sorted(e.record.name for e in list_all()) == ["first", "mine"]
+        )
+        assert looks[0] <= 4
 
 
 def test_members_meet_there_and_hear_each_other(spec: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import math
 import os
@@ -60,6 +59,7 @@ class Rendezvous:
         store.present = lambda: self.present()
         self._pid = os.getpid()
         self._mine: dict[str, Record] = {}
+        self._doomed: dict[str, tuple[str, bool]] = {}  # name and proof by incarnation
         self._lost: set[str] = set()
         self._recent: list[Entry] = []
         self._version: str | None = None
@@ -103,7 +103,7 @@ class Rendezvous:
         """
         with self._lock:
             self._mine[record.name] = record
-        self._later(lambda: self._renew(record))
+        self._later(record.name, lambda: self._renew(record))
         return record.incarnation not in self._lost
 
     def recent(self) -> list[Entry]:
@@ -130,20 +130,26 @@ class Rendezvous:
                 not renewed for long. If it lives it writes it again; but it could not
                 make its socket files again, so while it listens there the record stays.
         """
+        with self._lock:
+            self._doomed[incarnation] = name, proven
+        self._later("", self._sweep)
 
-        def remove() -> None:
-            if proven or self._is_old(incarnation):
-                self._store.remove(name, incarnation)
+    def _sweep(self) -> None:
+        with self._lock:
+            doomed, self._doomed = self._doomed, {}
+        self._attempt(lambda: self._sweep_now(doomed))
 
-        self._later(lambda: self._attempt(remove))
-
-    def _is_old(self, incarnation: str) -> bool:
-        return any(
-            entry.record.incarnation == incarnation
-            and entry.age > OLD_SHARE * entry.record.lease
-            and not self._store.is_listening(entry.record)
-            for entry in self._store.records()
-        )
+    def _sweep_now(self, doomed: dict[str, tuple[str, bool]]) -> None:
+        silent = {who for who, (_, proven) in doomed.items() if not proven}
+        for who, (name, proven) in doomed.items():
+            if proven:
+                self._store.remove(name, who)
+        for entry in self._store.records() if silent else ():
+            record = entry.record
+            is_old = entry.age > OLD_SHARE * record.lease
+            if record.incarnation in silent and is_old:
+                if not self._store.is_listening(record):
+                    self._store.remove(record.name, record.incarnation)
 
     def arrived(self) -> None:
         """From now on each call may take the time-out: the member is connected."""
@@ -173,11 +179,11 @@ class Rendezvous:
             if self._worker is not None:
                 self._worker.close()
 
-    def _later(self, job: Callable[[], None]) -> None:
+    def _later(self, key: str, job: Callable[[], None]) -> None:
         if self._worker is None:
             job()
         else:
-            self._worker.submit(job)
+            self._worker.submit(key, job)
 
     def _return(self) -> None:
         """After the store hung up: reach it again, and see that it knows us."""
@@ -230,7 +236,7 @@ class _Worker:
     ) -> None:
         self._watched = watched
         self._on_hang_up = on_hang_up
-        self._jobs: collections.deque[Callable[[], None]] = collections.deque(maxlen=64)
+        self._jobs: dict[str, Callable[[], None]] = {}
         self._stopping = False
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
@@ -243,9 +249,10 @@ class _Worker:
         )
         self._thread.start()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run a job soon; beyond 64 waiting ones the oldest is dropped."""
-        self._jobs.append(job)
+    def submit(self, key: str, job: Callable[[], None]) -> None:
+        """Run a job soon, in place of one of the same key that waits."""
+        with self._lock:
+            self._jobs[key] = job
         self.look_again()
 
     def look_again(self) -> None:
@@ -257,8 +264,11 @@ class _Worker:
 
     def _run(self) -> None:
         while not self._stopping:
-            if self._jobs:
-                self._jobs.popleft()()
+            with self._lock:
+                key = next(iter(self._jobs), None)
+                job = None if key is None else self._jobs.pop(key)
+            if job is not None:
+                job()
             elif self._wait():
                 self._on_hang_up()
 
