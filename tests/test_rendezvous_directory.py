@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meeting import (
     DEADLINE,
+    eventually,
     meet,
     names,
     no_descriptors,
@@ -276,6 +277,15 @@ def test_who_stood_still_for_hours_has_its_socket_file_yet(runtime: Path) -> Non
             one.records()
             assert names(one) == ["stopped"]
             assert [path.exists() for path in paths] == [True, False]
+
+
+def test_a_lease_ends_also_where_the_clock_was_set_back(runtime: Path) -> None:
+    """By hours, maybe; who ended before would be waited for all that time."""
+    with contextlib.closing(meet(None)) as one:
+        one.claim(record("ended", lease=1e-6))
+        _age(one, -10000.0)
+        one.records()
+        eventually(lambda: one.records()[0].expired, 10.0)
 
 
 def _age(rendezvous: Rendezvous, seconds: float) -> None:

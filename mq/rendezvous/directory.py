@@ -294,6 +294,8 @@ class DirectoryStore(CellStore[_File]):
         for file in newest.values():
             try:
                 cell, token = self._load(file)
+                if token.renewed > now:  # the clock was set back
+                    os.utime(self._file(file))
             except FileNotFoundError:  # given back, or taken over, in this moment
                 continue
             age = max(0.0, now - token.renewed)
