@@ -166,6 +166,18 @@ def test_a_directory_of_another_user_is_refused(
         meet(None)
 
 
+def test_a_given_directory_open_to_others_is_refused_with_its_remedy(
+    runtime: Path,
+) -> None:
+    """Where it was given, no variable of the environment moves it."""
+    group = runtime / place.safe_name("g")
+    group.mkdir(mode=0o755)
+    told = re.escape(str(group)) + " is open.*; remove it, or give .* file://"
+    with pytest.raises(TransportUnavailable, match=told) as caught:
+        meet(f"file://{runtime}")
+    assert "TMPDIR" not in str(caught.value)
+
+
 def test_a_shared_directory_must_exist(runtime: Path) -> None:
     """A misspelt path is an error and not a group of one."""
     with pytest.raises(TransportUnavailable, match="does not exist; create it"):

@@ -119,9 +119,9 @@ class DirectoryStore(CellStore[_File]):
             if self._shared:
                 paths.check_shared(self._base)
             else:
-                paths.make_private(self._base)
+                paths.make_private(self._base, shared=False)
             try:
-                paths.make_private(self.path)
+                paths.make_private(self.path, shared=self._shared)
                 if self._try_lock():
                     return
             except FileNotFoundError as error:  # the last member just left

@@ -83,8 +83,12 @@ def check_shared(path: str) -> None:
     )
 
 
-def make_private(path: str) -> None:
+def make_private(path: str, *, shared: bool) -> None:
     """Make a directory only this user can enter, or check that it is one.
+
+    Args:
+        path: The directory.
+        shared: Whether it is in one that was given, for members of several hosts.
 
     Raises:
         TransportUnavailable: It is something else, or open to others.
@@ -105,9 +109,11 @@ def make_private(path: str) -> None:
         )
     else:
         return
+    remedy = "set XDG_RUNTIME_DIR or TMPDIR to a directory of your own"
+    if shared:
+        remedy = "give the members of one user a file:// directory of their own"
     raise TransportUnavailable(
-        f"the rendezvous directory {path} {problem}; remove it, or set XDG_RUNTIME_DIR "
-        "or TMPDIR to a directory of your own"
+        f"the rendezvous directory {path} {problem}; remove it, or {remedy}"
     )
 
 
