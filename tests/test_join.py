@@ -28,6 +28,7 @@ from meeting import (
     names,
     no_descriptors,
     process_of,
+    runtime,
 )
 from nng_links import nng_runs
 from tls_files import tls_options
@@ -40,7 +41,7 @@ from mq.rendezvous import open_rendezvous
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.record import Entry, Record
 
-__all__ = ["nng_runs"]
+__all__ = ["nng_runs", "runtime"]
 
 
 def test_a_process_out_of_descriptors_is_told_so(
@@ -356,6 +357,29 @@ def test_who_stood_still_for_hours_is_found_again() -> None:
                 assert has_listener(address.partition("://")[2])
                 with mq.connect(name="c", **options) as late:
                     assert [member.name for member in late.members()] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_who_stood_still_and_was_swept_is_found_again(runtime: Path, kind: str) -> None:
+    """It writes its record anew, and who comes later need not be dialled by it."""
+    kinds = {"file": f"file://{runtime}", "tcp": f"tcp://127.0.0.1:{free_port()}"}
+    options: dict[str, Any] = {"group": "g", "rendezvous": kinds[kind]}
+    options |= {"backend": "tcp", "peer_timeout": 2.0}
+    with mq.connect(name="a", **options) as queue:
+        queue._mesh.config.watch = lambda process: None
+        meeting = queue._joined.meeting
+        assert meeting is not None
+        with process_of(_connected, options) as (child, pipe):
+            assert pipe.recv() == "connected"
+            freeze(child.pid)
+            eventually(lambda: names(meeting) == ["a"])
+            with mq.connect(name="c", **options) as other:
+                os.kill(child.pid, signal.SIGCONT)
+                other.wait_for_members(3, timeout=DEADLINE)
+                queue.wait_for_members(3, timeout=DEADLINE)
+                assert sorted(names(meeting)) == ["a", "b", "c"]
+                with mq.connect(name="d", **options) as late:
+                    assert len(late.members()) == 4
 
 
 def test_who_lives_is_met_though_its_lease_has_ended(
