@@ -469,6 +469,35 @@ def test_who_could_not_be_greeted_in_time_is_named() -> None:
             mq.connect("tcp", name="c", connect_timeout=1.5, **where)
 
 
+def test_all_addresses_to_attach_to_are_dialled_at_once() -> None:
+    """One where nobody answers delays no other; the error names it, and why."""
+    options: dict[str, Any] = {"group": "g", "secret": "a secret of this test"}
+    errors: list[mq.ConnectTimeout] = []
+    with (
+        mq.connect("tcp", name="a", listen="tcp://127.0.0.1:0", **options) as a,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        silent_at = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        nobody_at = f"tcp://127.0.0.1:{free_port()}"
+        (address,) = a.describe()["addresses"]
+
+        def attach() -> None:
+            attach_to = [silent_at, nobody_at, address]
+            try:
+                mq.connect("tcp", attach_to=attach_to, connect_timeout=5.0, **options)
+            except mq.ConnectTimeout as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=attach, name="mq-test-attaching")
+        thread.start()
+        a.wait_for_members(2, timeout=DEADLINE)
+        thread.join(DEADLINE)
+    (error,) = errors
+    assert re.search(f"{silent_at} .*no answer", str(error))
+    assert re.search(f"{nobody_at} .*Connection refused", str(error))
+    assert address not in str(error)
+
+
 def test_a_member_cannot_attach_to_itself() -> None:
     """Nor would it ever reach itself, so it is told at once."""
     own, begin = f"tcp://127.0.0.1:{free_port()}", time.monotonic()
