@@ -174,12 +174,12 @@ def normal_exit_without_close_delivers_and_leaves_nothing(group: Group) -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     for ending, status in (("fall off", 0), ("raise", 7)):
-        arguments = json.dumps([group.backend, options, ending, 0.9 * STEP])
+        arguments = json.dumps([group.backend, options, ending, 3 * STEP])
         ended = subprocess.run(
             [sys.executable, "-c", _EXIT, arguments],
             env=environment,
             capture_output=True,
-            timeout=STEP,
+            timeout=4 * STEP,
             check=False,
         )
         said = ended.stderr.decode()
