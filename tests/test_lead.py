@@ -6,16 +6,19 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fresh_python import output_of
 from interrupter import Interrupter
 
 import mq
 from mq import signals, speed
 from mq.mesh import lead as lead_module
-from mq.mesh.lead import IDLE_SECONDS, Changes, Lead
+from mq.mesh.changes import Changes
+from mq.mesh.lead import IDLE_SECONDS, Lead
 from mq.mesh.poller import Poller
 from mq.testing.waiting import current_frames, wait_until
 
@@ -88,12 +91,97 @@ def wakes(lead: Lead) -> int:
 
 def test_a_sleeping_leader_is_told_what_another_thread_found(lead: Lead) -> None:
     """What it waits for may be among it; else it would sleep to its deadline."""
-    lead._leader = threading.get_ident() + 1
+    lead._leader, lead._asleep_until = threading.get_ident() + 1, 1.0
     lead._poll()
     assert wakes(lead) == 1
-    lead._leader = threading.get_ident()
+    lead._leader, lead._asleep_until = threading.get_ident(), 0.0
     lead._poll()
     assert wakes(lead) == 1
+
+
+class HandlingPoller(CountingPoller):
+    """Has a signal's handler run in the middle of its first `wait`."""
+
+    def __init__(self, handle: Callable[[], object]) -> None:
+        super().__init__()
+        self._handlers = [handle]
+
+    def wait(self, timeout: float | None, spin: bool) -> list[int]:
+        if self._handlers:
+            self._handlers.pop()()
+        return []
+
+
+@pytest.mark.parametrize("what", ["polls", "waits", "leaves", "sends"])
+def test_a_leader_is_told_what_its_own_handler_found(lead: Lead, what: str) -> None:
+    """It goes on sleeping where the handler came, and leads as before."""
+    me = threading.get_ident()
+    lead.mesh.next_deadline = lambda: 2.0  # type: ignore[method-assign]
+    states: list[tuple[int | None, float, int]] = []
+
+    def handle() -> None:
+        with lead.lock:
+            if what == "polls":
+                lead._poll()
+            elif what == "sends":
+                lead._sent(0.0, 1.0)
+            elif what == "waits":
+                lead._sleep(None)
+                lead._leave()
+            else:
+                lead._leave()
+            states.append((lead._leader, lead._asleep_until, wakes(lead)))
+
+    lead.poller = HandlingPoller(handle)  # type: ignore[assignment]
+    with lead.lock:
+        assert lead._sleep(None)
+        assert lead._asleep_until == 0.0
+        lead._leave()
+        assert lead._leader is None
+    ((leader, asleep_until, woken),) = states
+    assert (leader, asleep_until) == (me, 2.0)
+    assert woken >= 1
+
+
+NESTED = """
+import os, signal, threading, time
+import mq
+
+def handle(number, frame):
+    b.publish("t", 1)
+    while not a.stats()["inbox"]:
+        a.flush(0)
+
+def interrupt():
+    for queue in a, b:
+        while queue._mesh._next_tick < time.monotonic() + 500.0:
+            time.sleep(0.001)
+    while a._driver._asleep_until < time.monotonic() + 500.0:
+        time.sleep(0.001)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+    if not seen.wait(10.0):
+        os._exit(1)
+
+seen = threading.Event()
+signal.signal(signal.SIGUSR1, handle)
+options = {"group": f"nested-{os.getpid()}"}
+with mq.connect("shm", **options) as a, mq.connect("shm", **options) as b:
+    a.subscribe("t")
+    for queue in a, b:  # nothing else ends the wait
+        queue._mesh.liveness.tick_seconds = 1000.0
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert a.recv().payload == 1
+    seen.set()
+    thread.join()
+print("seen")
+"""
+
+
+@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
+def test_recv_returns_what_a_handler_in_its_middle_took_in() -> None:
+    """Not only when it looks after its connections the next time."""
+    assert output_of(NESTED).strip() == "seen"
 
 
 def test_a_keeper_that_sleeps_on_the_engine_is_told_that_nobody_leads(

@@ -22,6 +22,7 @@ from mq import forks, signals
 from mq.errors import Closed, ForkedProcess
 from mq.log import Log
 from mq.mesh.atomic import give_up, take_back
+from mq.mesh.changes import Changes
 from mq.mesh.listeners import Listener, Listeners
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
@@ -40,32 +41,6 @@ GIVE_WAY_SECONDS: Final = 50e-6
 """Enough for a waiting thread to wake up and take the lock."""
 _KEEPER: Final = -1
 _NEVER: Final = float("inf")
-
-
-class Changes(threading.Condition):
-    """A condition whose `wait` has the lock in the end, even if it is interrupted.
-
-    It may end early, so that signals are seen: who waits looks again in any case.
-    """
-
-    def __init__(self, lock: threading.Lock) -> None:
-        super().__init__(lock)
-        self._mutex = lock
-        self._waits = threading.local()  # how far each thread's is, as `give_up` has it
-
-    def wait(self, timeout: float | None = None) -> bool:
-        given: deque[object] = deque()
-        self._waits.given = given
-        try:
-            return super().wait(signals.one_piece(timeout))
-        finally:
-            take_back(self._mutex, given)  # it was interrupted before it did so
-
-    def _release_save(self) -> None:  # what `wait` gives the lock up by
-        give_up(self._mutex, self._waits.given)
-
-    def _acquire_restore(self, state: object) -> None:  # and takes it back
-        take_back(self._mutex, self._waits.given)
 
 
 class Lead:
@@ -179,7 +154,7 @@ class Lead:
                 self._seen = mesh.changed
                 if self._followers:
                     self._changes.notify_all()
-                if self._leader not in (None, _KEEPER, threading.get_ident()):
+                if self._asleep_until and self._leader not in (None, _KEEPER):
                     self.poller.wake()  # what it waits for may be what was found
                 self._listeners.tell()
 
@@ -194,8 +169,9 @@ class Lead:
             return False
         me = threading.get_ident()
         if self._leader in (None, _KEEPER, me):
-            # A keeper that leads sleeps on, and naps when the next event wakes it.
-            self._leader = me
+            if self._leader != me:
+                # A keeper that leads sleeps on, and naps when the next event wakes it.
+                self._leader, self._asleep_until = me, 0.0
             until = self.mesh.next_deadline()
             if deadline is not None:
                 until = min(until, deadline)
@@ -211,7 +187,7 @@ class Lead:
         return True
 
     def _wait_for_events(self, until: float, now: float, me: int) -> None:
-        self._asleep_until = until
+        outer, self._asleep_until = self._asleep_until, until
         ready: list[int] = []
         self._keeper_polls |= me == _KEEPER
         given: deque[object] = deque()
@@ -231,7 +207,7 @@ class Lead:
                 self._keeper_polls = False
                 self._nap_until = _NEVER
             if self._leader == me:
-                self._asleep_until = 0.0
+                self._asleep_until = outer
                 self._ready = ready
             else:
                 # A call took the lead meanwhile; this wake-up was meant for it.
@@ -243,7 +219,7 @@ class Lead:
         And signals their handlers, which may raise.
         """
         if self._wanted or signal_waits():
-            me = threading.get_ident()
+            me, outer = threading.get_ident(), self._asleep_until
             given: deque[object] = deque()
             try:
                 try:
@@ -256,7 +232,7 @@ class Lead:
             finally:
                 take_back(self.lock, given)  # a Ctrl-C came before the first did so
                 if self._leader == me:
-                    self._asleep_until = 0.0
+                    self._asleep_until = outer
 
     def _let_others_in(self) -> None:
         """The lock is free, but not fair: who takes it back at once is always first."""
@@ -268,6 +244,9 @@ class Lead:
     def _leave(self) -> None:
         """A call ends; the lead stays free for the next one. The lock is held."""
         if self._leader == threading.get_ident():
+            if self._asleep_until:  # a call that this one's handler came into
+                self.poller.wake()  # for what this one has seen or left unfinished
+                return
             self._leader = None
             self._led_at = time.monotonic()
             self._batch_at = self.mesh.batch_deadline()
@@ -302,7 +281,7 @@ class Lead:
         if self._leader is None:
             self._batch_at = self.mesh.batch_deadline()
             self._need_keeper(time.monotonic())
-        elif self._leader != threading.get_ident():
+        elif self._asleep_until or self._leader != threading.get_ident():
             # The engine may have taken in, while sending, what would have woken it.
             before = self.mesh.changed
             self._poll()
@@ -355,7 +334,7 @@ class Lead:
                 return max(IDLE_SECONDS, longest) if calm else IDLE_SECONDS
             # It does not wake up: a signal's handler runs in its thread, and may take
             # as long as it likes. It will find that it does not lead any more.
-            self._leader = None
+            self._leader, self._asleep_until = None, 0.0
             self._batch_at = self.mesh.batch_deadline()
         try:
             if now - self._led_at < IDLE_SECONDS and not self._listeners:
