@@ -7,16 +7,21 @@ it dies here and every peer that was told of it has released it.
 Its end is noted by a weak reference whose callback is one call into C: a finalizer in
 Python could be interrupted by a signal, and the block would be lost. What is in use is
 read off one dictionary and never counted beside it, for the same reason.
+
+The system may take seconds to give a segment, so nobody waits for that but who needs
+it. The segment counts from before it is asked for, so that the limit is kept.
 """
 
 from __future__ import annotations
 
 import errno
 import mmap
+import threading
 import time
 import weakref
 from collections import deque
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,8 +29,9 @@ from mq import forks, speed
 from mq.buffers import class_bytes
 from mq.descriptors import most_open
 from mq.log import Log
-from mq.segments import COUNTER_BYTES, Segment, counted_bytes
+from mq.segments import COUNTER_BYTES, Block, Segment, counted_bytes, seal
 from mq.settings import memory_bytes
+from mq.stats import LendingStats
 
 logger = Log(__name__)
 
@@ -41,26 +47,10 @@ _SHARE: Final = 16
 that is kept for long keeps its whole segment from blocks of other sizes."""
 
 
-class LendingStats(NamedTuple):
-    """Counters of a `Lender`.
-
-    Attributes:
-        limit_bytes: How much it may take from the system.
-        mapped_bytes: How much it has.
-        in_use_bytes: Blocks of messages on their way, unread or viewed, and of loans.
-        segments: How many memfds that is.
-        waits: How many times `publish` or `loan` found no memory.
-    """
-
-    limit_bytes: int
-    mapped_bytes: int
-    in_use_bytes: int
-    segments: int
-    waits: int
-
-
 Place = tuple[Segment, int]
 """A block: its segment and its offset there."""
+Taken = tuple[Segment, int, memoryview]
+"""A block in use, and its bytes."""
 
 
 class _Lease(np.ndarray[Any, Any]):
@@ -74,42 +64,19 @@ class _Out(weakref.ref[_Lease]):
     place: Place
 
 
-class Block:
-    """A message's place in a segment.
+class _Growth:
+    """A call that takes memory from the system.
 
     Attributes:
-        segment: Where it is.
-        offset: Of its first byte in the segment.
-        area: Its bytes, writable, format 'B'.
-        counter: Where it says how many of them are there, if it is told of before.
+        thread: Its thread.
+        segment: What it takes, once that is counted.
     """
 
-    __slots__ = ("area", "counter", "offset", "segment")
+    __slots__ = ("segment", "thread")
 
-    def __init__(
-        self,
-        segment: Segment,
-        offset: int,
-        area: memoryview,
-        counter: memoryview | None = None,
-    ) -> None:
-        self.segment = segment
-        self.offset = offset
-        self.area = area
-        self.counter = counter
-
-    def fill(self, pieces: list[tuple[int, memoryview]]) -> None:
-        """Write what others read behind it, if it has a counter; again is harmless.
-
-        Args:
-            pieces: And where each begins, in order.
-        """
-        if self.counter is not None:
-            speed.fill(pieces, self.area, self.counter)
-
-    def part(self, start: int, stop: int) -> Block:
-        """Bytes `start` to `stop` of it; the whole stays in use."""
-        return Block(self.segment, self.offset + start, self.area[start:stop])
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.segment: Segment | None = None
 
 
 class Lender:
@@ -127,6 +94,8 @@ class Lender:
         full: Whether the last block that was not there will be when others return.
             Otherwise it is descriptors that are short, and not memory.
         refusal: Why the system gave no memory, if it did not the last time.
+        freed: Called without any lock when memory is there, or is not to come, that
+            was still being taken when another thread found none.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -134,6 +103,7 @@ class Lender:
         self.waits = 0
         self.full = False
         self.refusal = ""
+        self.freed: Callable[[], None] = lambda: None
         self._complained = False
         self._reset()
         forks.register(self)
@@ -149,6 +119,8 @@ class Lender:
         self._idle: dict[int, list[Place]] = {}
         self._out: dict[Place, _Out] = {}
         self._ended: deque[_Out] = deque()
+        self._growing: set[_Growth] = set()
+        self._wanted = False
 
     def fits(self, nbytes: int) -> bool:
         """Whether there can ever be a block of this size."""
@@ -172,25 +144,21 @@ class Lender:
         whole = counted_bytes(nbytes) if counted else nbytes
         if not self.fits(whole):
             return None
+        size = self._size(whole)
         with self._lock:
             self._collect()
-            place = self._find(self._size(whole), grow)
-            if place is not None:
-                segment, offset = place
-                area = (whole,), np.uint8, segment.map, offset
-                lease = np.ndarray.__new__(_Lease, *area)
-                out = _Out(lease, self._ended.append)
-                out.place = place
-                self._out[place] = out
-                self._idle[segment.block_bytes].pop()
-        if place is None:
+            taken = self._find(size, whole)
+        if taken is None and grow:
+            taken = self._grow(size, whole)
+        if taken is None:
             self._complain(whole)
             return None
+        segment, offset, area = taken
         if not counted:
-            return Block(segment, offset, lease.data)
-        counter = lease.data[-COUNTER_BYTES:]
+            return Block(segment, offset, area)
+        counter = area[-COUNTER_BYTES:]
         counter[:] = bytes(COUNTER_BYTES)
-        return Block(segment, offset, lease.data[:nbytes], counter)
+        return Block(segment, offset, area[:nbytes], counter)
 
     def block_bytes(self, nbytes: int, counted: bool) -> int:
         """The size of the blocks that `take` makes for such a message."""
@@ -203,21 +171,13 @@ class Lender:
             self._retire(segment)
 
     def trim(self, older_than_seconds: float = 0.0) -> None:
-        """Give segments back of which no block was in use for so long.
-
-        Not while another thread takes memory from the system: that may take seconds,
-        and who calls this has to show the peers that this member lives.
-        """
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
+        """Give segments back of which no block was in use for so long."""
+        with self._lock:
             self._collect()
             horizon = time.monotonic() - older_than_seconds
             for segment in self._unused():
                 if segment.used_at <= horizon:
                     self._retire(segment)
-        finally:
-            self._lock.release()
 
     def close(self) -> None:
         """Give back all that is not in use; the rest goes with its last view."""
@@ -231,8 +191,10 @@ class Lender:
 
     def abandon(self) -> None:
         """In a forked child: the memory is the parent's to write to."""
-        # Another thread may have held the lock.
-        for segment in self._all():
+        # Another thread may have held the lock. What this one is taking, if a signal's
+        # handler has forked, is let go of where that goes on.
+        own = {g.segment for g in self._growing if g.thread == threading.get_ident()}
+        for segment in self._all() - own:
             segment.close()
         self._reset()
 
@@ -249,11 +211,63 @@ class Lender:
                 self.waits,
             )
 
+    # -- without the lock ----------
+
+    def _grow(self, size: int, nbytes: int) -> Taken | None:
+        """A block of a new segment."""
+        growth = _Growth()
+        try:
+            try:
+                return self._take_new(growth, size, nbytes)
+            finally:
+                self._growing.discard(growth)
+        finally:
+            self._growing.discard(growth)  # a Ctrl-C came before the first did so
+            if self._wanted and growth.segment is not None:
+                self._wanted = False
+                self.freed()
+
+    def _take_new(self, growth: _Growth, size: int, nbytes: int) -> Taken | None:
+        """The same; where the system refuses, of a small one or one for unused ones."""
+        smallest = False
+        while True:
+            with self._lock:
+                self._collect()
+                found = self._find(size, nbytes)  # it has just come back
+                segment = None if found else self._reserve(growth, size, smallest)
+            if segment is None:
+                return found
+            try:
+                segment.open()
+            except OSError as error:
+                self._growing.discard(growth)
+                with self._lock:
+                    if segment.nbytes == size and not self._make_room(growth, error):
+                        return None
+                smallest = True
+            else:
+                with self._lock:
+                    return self._add(growth, segment, nbytes)
+
+    def _complain(self, nbytes: int) -> None:
+        """A handler of the log may publish, too."""
+        if self.refusal and not self._complained:
+            self._complained = True
+            logger.warning(
+                "no shared memory for a message of %d bytes: %s; such messages wait "
+                "for others to be read, or go through the socket. Raise the limit that "
+                "the error names, or lower shm_bytes",
+                nbytes,
+                self.refusal,
+            )
+
     # -- with the lock ----------
 
     def _all(self) -> set[Segment]:
-        """Those of which a block can be used or is, retired ones too."""
-        return {*self.segments.values(), *(segment for segment, _ in self._out)}
+        """Those of which a block can be used or is, retired ones too, or will be."""
+        lent = (segment for segment, _ in self._out)
+        growing = (growth.segment for growth in tuple(self._growing))
+        return {*self.segments.values(), *lent, *filter(None, growing)}
 
     def _unused(self) -> list[Segment]:
         """Those of which no block is in use, the one unused for longest first."""
@@ -261,19 +275,30 @@ class Lender:
         unused = [s for s in self.segments.values() if s not in used]
         return sorted(unused, key=lambda segment: segment.used_at)
 
-    def _find(self, size: int, grow: bool) -> Place | None:
+    def _find(self, size: int, nbytes: int) -> Taken | None:
         """A free block, the last of the idle ones of its size."""
-        while True:
-            places = self._idle.get(size) or (self._grow(size) if grow else None)
-            if not places:
-                return None
+        places = self._idle.get(size)
+        while places:
             if places[-1] not in self._out:
-                return places[-1]
+                return self._lease(places[-1], nbytes)
             places.pop()
+        return None
 
-    def _grow(self, size: int) -> list[Place] | None:
-        """Take a segment from the system, if need be in place of unused ones."""
+    def _lease(self, place: Place, nbytes: int) -> Taken:
+        """Take the last idle block of its size."""
+        segment, offset = place
+        lease = np.ndarray.__new__(_Lease, (nbytes,), np.uint8, segment.map, offset)
+        out = _Out(lease, self._ended.append)
+        out.place = place
+        self._out[place] = out
+        self._idle[segment.block_bytes].pop()
+        return segment, offset, lease.data
+
+    def _reserve(self, growth: _Growth, size: int, smallest: bool) -> Segment | None:
+        """A segment to be taken, if need be in place of unused ones."""
         self.full = True
+        if self._growing:
+            self._wanted = True  # before it is seen that they leave no room
         unused, segments = self._unused(), self._all()
         count, most = len(segments), most_open(MOST_SEGMENTS)
         mapped = sum(segment.nbytes for segment in segments)
@@ -289,42 +314,34 @@ class Lender:
         alike = sum(s.nbytes for s in self.segments.values() if s.block_bytes == size)
         share = min(MAX_SEGMENT_BYTES, self.limit_bytes // _SHARE)
         wanted = min(max(MIN_SEGMENT_BYTES, alike), share, self.limit_bytes - mapped)
-        segment = self._allocate(max(1, wanted // size), size, unused)
-        if segment is None:
-            return None
+        blocks = 1 if smallest else max(1, wanted // size)
+        growth.segment = Segment(blocks * size, size)
+        self._growing.add(growth)
+        return growth.segment
+
+    def _make_room(self, growth: _Growth, error: OSError) -> bool:
+        """Retire a segment, where the system refuses a small one; else say so."""
+        unused = self._unused()
+        if unused:
+            self._retire(unused[0])
+            return True
+        if self.refusal:
+            growth.segment = None  # or two that wait would tell each other for ever
+        self.refusal = str(error)
+        self.full = error.errno not in (errno.EMFILE, errno.ENFILE)
+        return False
+
+    def _add(self, growth: _Growth, segment: Segment, nbytes: int) -> Taken | None:
+        """A block of a segment that is there, unless it has come too late."""
+        if self._closed or growth not in self._growing:
+            return None  # in a forked child it is the parent's, who has yet to seal it
+        seal(segment.fd)
+        self.refusal = ""
+        size = segment.block_bytes
         self.segments[segment.id] = segment
         places = self._idle.setdefault(size, [])
         places += [(segment, at) for at in range(segment.nbytes - size, -1, -size)]
-        return places
-
-    def _allocate(
-        self, blocks: int, size: int, unused: list[Segment]
-    ) -> Segment | None:
-        """A segment; where the system refuses, a small one or one for unused ones."""
-        try:
-            segment = Segment(blocks * size, size)
-            self.refusal = ""
-            return segment
-        except OSError as error:
-            if blocks == 1 and not unused:
-                self.refusal = str(error)
-                self.full = error.errno not in (errno.EMFILE, errno.ENFILE)
-                return None
-        if blocks == 1:
-            self._retire(unused.pop(0))
-        return self._allocate(1, size, unused)
-
-    def _complain(self, nbytes: int) -> None:
-        """Without the lock: a handler of the log may publish, too."""
-        if self.refusal and not self._complained:
-            self._complained = True
-            logger.warning(
-                "no shared memory for a message of %d bytes: %s; such messages wait "
-                "for others to be read, or go through the socket. Raise the limit that "
-                "the error names, or lower shm_bytes",
-                nbytes,
-                self.refusal,
-            )
+        return self._lease(places[-1], nbytes)
 
     def _collect(self) -> None:
         """Take in what has died."""

@@ -16,7 +16,7 @@ from mq.packing import Refusal
 
 if TYPE_CHECKING:
     from mq.frames import Frames
-    from mq.lending import Block
+    from mq.segments import Block
 
 HEADER_BYTES: Final = 1024
 """Kept free before the data for the message's header; a multiple of `ALIGNMENT`."""

@@ -12,6 +12,7 @@ import time
 from itertools import count
 from typing import Final
 
+from mq import speed
 from mq.mappings import map_descriptor, reserve
 
 COUNTER_BYTES: Final = 8
@@ -22,17 +23,15 @@ _ids = count(1)
 
 
 class Segment:
-    """A memfd and its mapping in this process.
+    """A memfd and its mapping in this process, once it is opened.
 
     Attributes:
         id: Never used again by this process.
         fd: For passing on; closed when nobody refers to the segment any more.
+        map: All of it.
         nbytes: Size.
         block_bytes: Size of its blocks.
         used_at: When a block of it was last in use, by the monotonic clock.
-
-    Raises:
-        OSError: The system has no such memory.
     """
 
     __slots__ = ("__weakref__", "block_bytes", "fd", "id", "map", "nbytes", "used_at")
@@ -43,11 +42,17 @@ class Segment:
         self.nbytes = nbytes
         self.block_bytes = block_bytes
         self.used_at = time.monotonic()
+
+    def open(self) -> None:
+        """Take it from the system, which may take seconds; it is to be sealed then.
+
+        Raises:
+            OSError: The system has no such memory.
+        """
         self.fd = os.memfd_create("mq", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, nbytes)
-        self.map = map_descriptor(self.fd, nbytes, private=False)
+        os.ftruncate(self.fd, self.nbytes)
+        self.map = map_descriptor(self.fd, self.nbytes, private=False)
         reserve(self.fd, self.map)
-        seal(self.fd)
 
     def close(self) -> None:
         """Close the descriptor; the memory stays as long as it is mapped."""
@@ -58,6 +63,44 @@ class Segment:
     def __del__(self) -> None:
         if getattr(self, "fd", -1) >= 0:
             self.close()
+
+
+class Block:
+    """A message's place in a segment.
+
+    Attributes:
+        segment: Where it is.
+        offset: Of its first byte in the segment.
+        area: Its bytes, writable, format 'B'.
+        counter: Where it says how many of them are there, if it is told of before.
+    """
+
+    __slots__ = ("area", "counter", "offset", "segment")
+
+    def __init__(
+        self,
+        segment: Segment,
+        offset: int,
+        area: memoryview,
+        counter: memoryview | None = None,
+    ) -> None:
+        self.segment = segment
+        self.offset = offset
+        self.area = area
+        self.counter = counter
+
+    def fill(self, pieces: list[tuple[int, memoryview]]) -> None:
+        """Write what others read behind it, if it has a counter; again is harmless.
+
+        Args:
+            pieces: And where each begins, in order.
+        """
+        if self.counter is not None:
+            speed.fill(pieces, self.area, self.counter)
+
+    def part(self, start: int, stop: int) -> Block:
+        """Bytes `start` to `stop` of it; the whole stays in use."""
+        return Block(self.segment, self.offset + start, self.area[start:stop])
 
 
 def seal(fd: int) -> None:

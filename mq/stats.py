@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
@@ -83,6 +83,24 @@ class MeshStats:
     refused: int = 0
     forgotten: int = 0
     lost_connections: int = 0
+
+
+class LendingStats(NamedTuple):
+    """Counters of a `mq.lending.Lender`.
+
+    Attributes:
+        limit_bytes: How much it may take from the system.
+        mapped_bytes: How much it has, or is about to have.
+        in_use_bytes: Blocks of messages on their way, unread or viewed, and of loans.
+        segments: How many memfds that is.
+        waits: How many times `publish` or `loan` found no memory.
+    """
+
+    limit_bytes: int
+    mapped_bytes: int
+    in_use_bytes: int
+    segments: int
+    waits: int
 
 
 def _of_peer(session: Session) -> dict[str, int | str]:

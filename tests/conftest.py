@@ -19,6 +19,7 @@ import hypothesis
 import pytest
 import torch
 from needs import pytest_configure, pytest_runtest_makereport
+from shared_memory import SlowSystem
 
 from mq import speed
 from mq.errors import TransportUnavailable
@@ -118,3 +119,10 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"the test left {', '.join(sorted(left))}")
         threading.Event().wait(0.02)  # the end of an engine's thread tells nobody
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowSystem]:
+    system = SlowSystem(monkeypatch)
+    yield system
+    system.go_on()

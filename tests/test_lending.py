@@ -18,21 +18,22 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
+from shared_memory import SlowSystem, segment_of
 
 from mq import borrowing, signals, speed
 from mq.borrowing import Key, Mapping, Returns, Unmapped, arm, is_borrowed, settle
 from mq.buffers import Pool
-from mq.lending import BLOCK_BYTES, Block, Lender
+from mq.lending import BLOCK_BYTES, Lender
 from mq.mappings import HUGE_BYTES, address, map_descriptor, reserve
 from mq.mesh.poller import Poller
-from mq.segments import Segment
+from mq.segments import Block, Segment
 
 LIMIT = 8 * BLOCK_BYTES
 FILES = ("mq/lending.py", "mq/segments.py")
@@ -61,13 +62,14 @@ def test_a_handler_of_a_signal_does_not_come_into_the_middle_of_take(
     lender = Lender(LIMIT)
     locked: list[bool] = []
 
-    def find(size: int, grow: bool) -> Any:
+    def find(*size: int) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return Lender._find(lender, size, grow)
+        return Lender._find(lender, *size)
 
     def handle(number: int, frame: FrameType | None) -> None:
         locked.append(lender._lock.locked())
 
+    assert lender.take(BLOCK_BYTES) is not None
     monkeypatch.setattr(lender, "_find", find)
     before = signal.signal(signal.SIGTERM, handle)
     signals.hold()
@@ -79,14 +81,171 @@ def test_a_handler_of_a_signal_does_not_come_into_the_middle_of_take(
     assert locked == [False]
 
 
-def test_trimming_does_not_wait_for_memory_that_another_thread_takes() -> None:
-    """The keeper does it, and has to show that this member lives."""
+@pytest.mark.parametrize("call", ["stats", "trim", "retire", "take", "grow"])
+def test_nothing_waits_for_memory_that_another_thread_takes(
+    slow: SlowSystem, call: str
+) -> None:
+    """It may take seconds. The keeper trims, and has to show that this member lives."""
     lender = Lender(LIMIT)
-    with lender._lock:
-        thread = threading.Thread(target=lender.trim, daemon=True)
-        thread.start()
-        thread.join(10.0)
-        assert not thread.is_alive()
+    held = lender.take(BLOCK_BYTES)
+    assert held is not None
+    assert lender.take(2 * BLOCK_BYTES) is not None  # idle again
+    calls = {
+        "stats": lender.stats,
+        "trim": lender.trim,
+        "retire": lambda: lender.retire(held.segment),
+        "take": lambda: lender.take(2 * BLOCK_BYTES).area,  # type: ignore[union-attr]
+        "grow": lambda: lender.take(BLOCK_BYTES).area,  # type: ignore[union-attr]
+    }
+    got = slow.take(lender, 3 * BLOCK_BYTES)
+    done: list[object] = []
+    thread = threading.Thread(target=lambda: done.append(calls[call]()), daemon=True)
+    thread.start()
+    if call == "grow":
+        assert slow.asked.acquire(timeout=60.0)
+        slow.go_on()
+    thread.join(10.0)
+    assert len(done) == 1
+    slow.go_on()
+    assert got[0] is not None
+
+
+def test_memory_counts_while_it_is_taken(slow: SlowSystem) -> None:
+    """However many threads do so at once, the limit is kept."""
+    lender = Lender(LIMIT)
+    got = [slow.take(lender, 3 * BLOCK_BYTES) for _ in range(2)]
+    assert lender.take(3 * BLOCK_BYTES) is None
+    assert lender.full
+    stats = lender.stats()
+    assert (stats.mapped_bytes, stats.in_use_bytes) == (6 * BLOCK_BYTES, 0)
+    assert stats.segments == 2
+    small = fill(lender)
+    assert len(small) == 2
+    slow.go_on()
+    assert lender.stats().mapped_bytes == lender.stats().in_use_bytes == LIMIT
+    assert None not in (got[0][0], got[1][0])
+
+
+@pytest.mark.parametrize(
+    "error", [lambda: OSError(errno.ENOSPC, "No space"), KeyboardInterrupt]
+)
+def test_memory_that_does_not_come_counts_no_more(
+    slow: SlowSystem, error: Callable[[], BaseException]
+) -> None:
+    """Who found none because of it is told."""
+    lender = Lender(LIMIT)
+    told: list[bool] = []
+    lender.freed = lambda: told.append(lender._lock.locked())
+    slow.error = error
+    got = slow.take(lender, 6 * BLOCK_BYTES)
+    assert lender.take(6 * BLOCK_BYTES) is None
+    assert not told
+    slow.go_on()
+    assert told == [False]
+    assert got in ([], [None])
+    assert lender.stats().mapped_bytes == 0
+    assert len(fill(lender)) == 8
+    assert told == [False]
+
+
+def test_who_is_refused_again_tells_nobody(slow: SlowSystem) -> None:
+    """Two that wait would else wake each other, and try in vain, for ever."""
+    lender = Lender(LIMIT)
+    told: list[bool] = []
+    lender.freed = lambda: told.append(True)
+    lender.refusal = "the last time, too"
+    slow.error = lambda: OSError(errno.ENOSPC, "No space")
+    slow.take(lender, 6 * BLOCK_BYTES)
+    assert lender.take(6 * BLOCK_BYTES) is None
+    slow.go_on()
+    assert not told
+
+
+def test_memory_that_comes_after_the_end_is_given_back(slow: SlowSystem) -> None:
+    """It is nobody's."""
+    lender = Lender(LIMIT)
+    got = slow.take(lender, BLOCK_BYTES)
+    lender.close()
+    slow.go_on()
+    assert got == [None]
+    assert not memfds()
+    assert lender.stats().mapped_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_while_memory_is_taken_has_nothing_of_it(
+    slow: SlowSystem,
+) -> None:
+    """By another thread than the one that takes it."""
+    lender = Lender(LIMIT)
+    got = slow.take(lender, BLOCK_BYTES)
+    pid = os.fork()
+    if pid == 0:
+        clean = not memfds() and lender.stats().mapped_bytes == 0
+        os._exit(0 if clean else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    slow.go_on()
+    assert got[0] is not None
+
+
+@contextmanager
+def handler_within_taking(
+    monkeypatch: pytest.MonkeyPatch, handle: Callable[[], object]
+) -> Iterator[None]:
+    """Have a signal's handler run once while the main thread takes memory."""
+
+    def interrupted(fd: int, memory: memoryview) -> None:
+        patched.undo()
+        signal.raise_signal(signal.SIGUSR1)
+        reserve(fd, memory)
+
+    before = signal.signal(signal.SIGUSR1, lambda *args: handle())
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("mq.segments.reserve", interrupted)
+            yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_may_take_memory_while_its_thread_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It publishes, or asks for the counters."""
+    lender = Lender(LIMIT)
+    blocks: list[Block | None] = []
+    mapped: list[int] = []
+
+    def handle() -> None:
+        blocks.append(lender.take(BLOCK_BYTES))
+        blocks.append(lender.take(6 * BLOCK_BYTES))
+        mapped.append(lender.stats().mapped_bytes)
+
+    with handler_within_taking(monkeypatch, handle):
+        blocks.append(lender.take(3 * BLOCK_BYTES))
+    assert [block is not None for block in blocks] == [True, False, True]
+    assert mapped == [4 * BLOCK_BYTES]
+    assert lender.stats().in_use_bytes == 4 * BLOCK_BYTES
+
+
+def test_a_handler_may_fork_while_its_thread_takes_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What comes then is the parent's alone, who is not disturbed."""
+    lender = Lender(LIMIT)
+    ends: list[int | None] = []
+
+    def handle() -> None:
+        child = os.fork()
+        ends.append(os.waitpid(child, 0)[1] if child else None)
+
+    with handler_within_taking(monkeypatch, handle):
+        block = lender.take(BLOCK_BYTES)
+    if ends == [None]:
+        clean = block is None and not memfds() and not lender.segments
+        os._exit(0 if clean else 1)
+    assert ends == [0]
+    assert block is not None
 
 
 def test_a_handler_of_the_log_may_take_memory_too(
@@ -96,13 +255,13 @@ def test_a_handler_of_the_log_may_take_memory_too(
     lender = Lender(LIMIT)
     told: list[bool] = []
 
-    def refuse(*size: int) -> None:
+    def refuse(segment: Segment) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     def warn(*message: object) -> None:
         told.append(lender._lock.locked())
 
-    monkeypatch.setattr("mq.lending.Segment", refuse)
+    monkeypatch.setattr(Segment, "open", refuse)
     monkeypatch.setattr("mq.lending.logger.warning", warn)
     assert lender.take(BLOCK_BYTES) is None
     assert told == [False]
@@ -212,7 +371,7 @@ def test_after_the_end_memory_goes_with_its_last_view() -> None:
 
 def test_descriptors_are_one_a_segment_and_none_a_mapping() -> None:
     """So `ulimit -n` is no limit to the number of segments of all peers."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     mapping = Mapping(segment.fd, LIMIT)
     assert memfds() == [segment.fd]
     segment.map[5:8] = b"new"
@@ -377,7 +536,7 @@ def borrowed(
 
 def test_what_a_reader_writes_stays_with_it_until_it_is_forgotten() -> None:
     """Neither the owner nor another reader sees it, nor a later message there."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     segment.map[:5] = b"first"
     ours, area = borrowed(Returns(), segment)
     theirs, other = borrowed(Returns(), segment)
@@ -393,7 +552,7 @@ def test_writes_are_forgotten_where_the_kernel_cannot_tell_which_they_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before Linux 6.7, and where /proc is missing, all of the view is."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     mapping, area = borrowed(Returns(), segment)
     area[:] = b"x" * len(area)
 
@@ -407,7 +566,7 @@ def test_writes_are_forgotten_where_the_kernel_cannot_tell_which_they_were(
 
 def test_the_death_of_a_view_is_noted_once_whoever_drops_it() -> None:
     """In another thread, or by the collector of cycles."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     returns = Returns()
     held: list[Any] = [borrowed(returns, segment)[1][10:20]]
     thread = threading.Thread(target=held.clear)
@@ -426,7 +585,7 @@ def test_the_death_of_a_view_is_noted_though_an_interrupt_comes(
 ) -> None:
     """As it dies; with nothing compiled, the interrupt itself may be lost."""
     monkeypatch.setattr(sys, "unraisablehook", lambda event: None)
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     returns = Returns()
     held = [borrowed(returns, segment)[1]]
     with contextlib.suppress(KeyboardInterrupt):
@@ -436,7 +595,7 @@ def test_the_death_of_a_view_is_noted_though_an_interrupt_comes(
 
 def test_a_view_wakes_the_mesh_only_where_somebody_waits() -> None:
     """And what it is woken for is noted by then; not once nobody is to be told."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     returns = Returns()
     poller = Poller()
     try:
@@ -461,7 +620,7 @@ def test_after_the_end_a_view_keeps_its_memory_and_nothing_keeps_it_afterwards()
     None
 ):
     """A queue that was closed is told of no view any more."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     returns = Returns()
     mapping, area = borrowed(returns, segment)
     gone = weakref.ref(mapping)
@@ -475,7 +634,7 @@ def test_after_the_end_a_view_keeps_its_memory_and_nothing_keeps_it_afterwards()
 
 def test_memory_that_cannot_be_mapped_is_copied() -> None:
     """With the checks of what can; the descriptor goes with it."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     segment.map[100:105] = b"hello"
     fd = os.dup(segment.fd)
     unmapped = Unmapped(fd, LIMIT)
@@ -492,7 +651,7 @@ def test_memory_that_cannot_be_mapped_is_copied() -> None:
 
 def test_a_copying_subscriber_gets_memory_of_its_own() -> None:
     """And the publisher's is free as soon as nobody else has a view."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     returns = Returns()
     _, area = borrowed(returns, segment)
     own, in_place = settle(area, Pool(0), zero_copy=False)
@@ -507,7 +666,7 @@ def test_a_copying_subscriber_gets_memory_of_its_own() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_view_lives_as_long_as_a_forked_child_may_read_it() -> None:
     """It is given back when the child has ended, although the parent dropped it."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     segment.map[:5] = b"first"
     returns = Returns()
     held = [borrowed(returns, segment)[1]]
@@ -533,7 +692,7 @@ def test_views_are_kept_where_nobody_can_tell_when_a_child_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There was no descriptor for that: they are until the queue is closed."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     returns = Returns()
     held = [borrowed(returns, segment)[1]]
     settle(held[0], Pool(0), zero_copy=True)
@@ -558,7 +717,7 @@ def test_views_are_kept_where_nobody_can_tell_when_a_child_ends(
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_children_of_a_child_that_has_views_open_no_descriptors() -> None:
     """They hold the end that it inherited itself."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     returns = Returns()
     held = [borrowed(returns, segment)[1]]
     settle(held[0], Pool(0), zero_copy=True)
@@ -576,7 +735,7 @@ def test_children_of_a_child_that_has_views_open_no_descriptors() -> None:
 
 def test_each_thread_that_forks_closes_its_own_ends() -> None:
     """Not those of a child that another one is about to start."""
-    segment = Segment(LIMIT, LIMIT)
+    segment = segment_of(LIMIT, LIMIT)
     returns = Returns()
     held = [borrowed(returns, segment)[1]]
     settle(held[0], Pool(0), zero_copy=True)
@@ -607,7 +766,7 @@ def test_large_memory_begins_at_a_huge_page(private: bool) -> None:
 
 def test_segments_consist_of_huge_pages() -> None:
     """Where the kernel lets us have any: the sender's copies are a quarter faster."""
-    segment = Segment(3 * HUGE_BYTES, HUGE_BYTES)
+    segment = segment_of(3 * HUGE_BYTES, HUGE_BYTES)
     first = f"{address(segment.map):x}-"
     with open("/proc/self/smaps") as file:
         text = file.read()

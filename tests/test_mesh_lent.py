@@ -11,9 +11,10 @@ from world import Got, Member, World
 
 from mq.borrowing import Mapping
 from mq.errors import MessagesLost
-from mq.lending import BLOCK_BYTES, Block
+from mq.lending import BLOCK_BYTES
 from mq.mesh import wire
 from mq.mesh.subscription import Subscription
+from mq.segments import Block
 
 LIMIT = 4 * BLOCK_BYTES
 PIECE_BYTES = 1000

@@ -19,14 +19,15 @@ from pathlib import Path
 
 import pytest
 from link_fixtures import own_temporary_directory
+from shared_memory import segment_of
 
 import mq
 from mq.borrowing import Unmapped, is_borrowed
 from mq.buffers import Pool
-from mq.lending import BLOCK_BYTES, Block
+from mq.lending import BLOCK_BYTES
 from mq.mappings import map_descriptor
 from mq.mesh.poller import Poller
-from mq.segments import Segment, seal
+from mq.segments import Block, seal
 from mq.stream.framing import SIZES
 from mq.testing.link_world import Member, World
 from mq.transport import What
@@ -382,7 +383,7 @@ def test_a_well_made_note_of_a_stranger_is_taken() -> None:
     """The counterpart of the refusals: such a segment is mapped."""
     with World(make, 1) as world, dial_raw(world) as sock:
         conn = accepted(world)
-        segment = Segment(SIZE, SIZE)
+        segment = segment_of(SIZE, SIZE)
         segment.map[:5] = b"hello"
         socket.send_fds(sock, [note(1, 7, SIZE)], [segment.fd])
         world.until(lambda: 7 in conn._mappings, "the note")
@@ -429,7 +430,7 @@ def test_no_peer_has_any_number_of_segments(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("transports.shm._MOST_BORROWED", 5)
     with World(make, 1) as world, dial_raw(world) as sock:
         conn = accepted(world)
-        segment = Segment(SIZE, SIZE)
+        segment = segment_of(SIZE, SIZE)
         for number in range(6):
             socket.send_fds(sock, [note(1, number, SIZE)], [segment.fd])
         assert "more than 5 segments" in broken(world, conn)
@@ -438,7 +439,7 @@ def test_no_peer_has_any_number_of_segments(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ten_thousand_random_notes_do_no_harm() -> None:
     """With and without descriptors of every kind: no exception, nothing left open."""
     rng = random.Random(1)
-    segment = Segment(SIZE, SIZE)
+    segment = segment_of(SIZE, SIZE)
     fakes = [make_fake() for make_fake in FAKES]
     descriptors = len(os.listdir("/proc/self/fd"))
     with World(make, 1) as world:

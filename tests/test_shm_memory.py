@@ -799,7 +799,7 @@ def _ask(queue: mq.MQ, rounds: int, nbytes: int) -> int:
 
 
 def _wait_for_memory(queue: mq.MQ) -> None:
-    replace_constant("mq.mesh.publishing", "NEW_BYTES_PER_SECOND", 1e6)
+    replace_constant("mq.mesh.memory", "NEW_BYTES_PER_SECOND", 1e6)
 
 
 def _answer(queue: mq.MQ, rounds: int) -> None:

@@ -19,7 +19,7 @@ from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, Outgoing, Topic
 from mq.mesh.wire import Malformed
 
 if TYPE_CHECKING:
-    from mq.lending import Block
+    from mq.segments import Block
 
 CHUNKS_PER_ANSWER: Final = 4
 MOST_ANSWER_BYTES: Final = 64 << 20

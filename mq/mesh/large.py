@@ -14,7 +14,7 @@ from mq.transport import CHUNK_BYTES, PIECE_BYTES
 if TYPE_CHECKING:
     from mq.devices import Piece
     from mq.frames import Frames
-    from mq.lending import Block
+    from mq.segments import Block
     from mq.transport import Link
 
 INLINE_BYTES: Final = 32 * 1024

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeVar
 
 from mq import forks, signals
 from mq.errors import Closed, ForkedProcess
@@ -29,6 +29,7 @@ from mq.mesh.poller import Poller
 from mq.mesh.recovery import abandon
 from mq.speed import Lock, is_mine, renew, signal_waits
 
+T = TypeVar("T")
 logger = Log(__name__)
 
 IDLE_SECONDS: Final = 0.02
@@ -151,12 +152,16 @@ class Lead:
         finally:
             self._polled_at = time.monotonic()
             if mesh.changed != self._seen:
-                self._seen = mesh.changed
-                if self._followers:
-                    self._changes.notify_all()
-                if self._asleep_until and self._leader not in (None, _KEEPER):
-                    self.poller.wake()  # what it waits for may be what was found
-                self._listeners.tell()
+                self._tell()
+
+    def _tell(self) -> None:
+        """Have who waits look at what has changed; the lock is held."""
+        self._seen = self.mesh.changed
+        if self._followers:
+            self._changes.notify_all()
+        if self._asleep_until and self._leader not in (None, _KEEPER):
+            self.poller.wake()  # what it waits for may be what was found
+        self._listeners.tell()
 
     def _sleep(self, deadline: float | None) -> bool:
         """Wait until something may have changed; the lock is held before and after.
@@ -219,20 +224,27 @@ class Lead:
         And signals their handlers, which may raise.
         """
         if self._wanted or signal_waits():
-            me, outer = threading.get_ident(), self._asleep_until
-            given: deque[object] = deque()
+            self._outside(self._let_others_in)
+
+    def _outside(self, work: Callable[[], T]) -> T:
+        """Do what may take long without the lock, which is held before and after.
+
+        The keeper leads meanwhile, if this thread did and does not come back soon.
+        """
+        me, outer = threading.get_ident(), self._asleep_until
+        given: deque[object] = deque()
+        try:
             try:
-                try:
-                    if self._leader == me:
-                        self._asleep_until = time.monotonic()  # a handler may take long
-                    give_up(self.lock, given)
-                    self._let_others_in()
-                finally:
-                    take_back(self.lock, given)
-            finally:
-                take_back(self.lock, given)  # a Ctrl-C came before the first did so
                 if self._leader == me:
-                    self._asleep_until = outer
+                    self._asleep_until = time.monotonic()
+                give_up(self.lock, given)
+                return work()
+            finally:
+                take_back(self.lock, given)
+        finally:
+            take_back(self.lock, given)  # a Ctrl-C came before the first did so
+            if self._leader == me:
+                self._asleep_until = outer
 
     def _let_others_in(self) -> None:
         """The lock is free, but not fair: who takes it back at once is always first."""

@@ -19,8 +19,8 @@ from mq.message import MAX_SUBSCRIPTIONS, MAX_TOPIC_BYTES
 
 if TYPE_CHECKING:
     from mq.frames import Frames
-    from mq.lending import Block
     from mq.mesh.session import Session
+    from mq.segments import Block
 
 logger = Log(__name__)
 

@@ -20,8 +20,8 @@ from mq.stats import PeerStats
 
 if TYPE_CHECKING:
     from mq.devices import Piece
-    from mq.lending import Block
     from mq.mesh.config import Watch
+    from mq.segments import Block
     from mq.transport import Conn
 
 ANSWER_FRAMES: Final = 64

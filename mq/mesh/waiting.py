@@ -75,6 +75,7 @@ class Waiting(Lead):
         """Wait until nobody keeps the message from being published.
 
         Args:
+            reached: Whether nobody does; the lock may be free while it looks.
             blockers: Whom it waits for.
             describe: That in words, with the remedy.
             turns: Of a call that does not wait here, but comes again for its next
@@ -90,6 +91,7 @@ class Waiting(Lead):
             while True:
                 self._poll(flush=True)
                 self.check()
+                seen = self.mesh.changed
                 if reached():
                     return True
                 now = time.monotonic()
@@ -108,7 +110,8 @@ class Waiting(Lead):
                     self._tell_waiting(blockers(), wait.told)
                 if turns is not None:
                     return False
-                self._sleep(wait.until())
+                if self.mesh.changed == seen:
+                    self._sleep(wait.until())
         finally:
             if turns is None:
                 self._end(topic, wait)
