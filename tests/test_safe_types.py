@@ -184,7 +184,7 @@ def test_functions_that_raise_are_named() -> None:
 def test_types_with_too_long_names_together_are_refused() -> None:
     """They are part of each greeting; what was registered before still is."""
     before = CODEC.accepts()
-    kinds = [dataclasses.make_dataclass(f"{'Long' * 60}{n}", []) for n in range(150)]
+    kinds = [dataclasses.make_dataclass(f"{'Long' * 55}{n}", []) for n in range(170)]
     with pytest.raises(ValueError, match=r"too long together.*short name="):
         add_safe_types(*kinds)
     assert CODEC.accepts() == before
