@@ -137,7 +137,7 @@ class Conn(ABC):
         descriptors_taken: How many a connection has open.
         most_unanswered: How many bytes of bodies the mesh hands over while the peer has
             not answered them, one body apart; None: the link bounds by itself what is
-            ahead of the wire.
+            ahead of the wire. It is less on a slow wire; see `mq.mesh.pace`.
     """
 
     address: str

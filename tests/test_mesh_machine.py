@@ -32,6 +32,7 @@ TOPICS = ("t", "u")
 PEER_TIMEOUT = 4.0
 INLINE_BYTES = 128
 PIECE_BYTES = 500
+FIRST_BYTES, LEAST_BYTES = 400, 150  # of a message over a new, or a slow, connection
 TURN_BYTES = 700  # a few chunks: most large messages take several turns
 HISTORIES = (
     (None, 1, 1 << 20),
@@ -508,6 +509,8 @@ def test_any_interleaving_of_faults_keeps_the_contract(
     monkeypatch.setattr("mq.mesh.publisher.cores", lambda: 8)
     monkeypatch.setattr("mq.mesh.copying.PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr("mq.mesh.session.BYTES_PER_TURN", TURN_BYTES)
+    monkeypatch.setattr("mq.mesh.pace.FIRST_BYTES", FIRST_BYTES)
+    monkeypatch.setattr("mq.mesh.pace.LEAST_BYTES", LEAST_BYTES)
     monkeypatch.setattr("mq.mesh.reader.BYTES_PER_TURN", TURN_BYTES)
     profile = "campaign" if "MQ_MACHINE_EXAMPLES" in os.environ else "ci"
     run_state_machine_as_test(MeshMachine, settings=settings.get_profile(profile))

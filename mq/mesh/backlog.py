@@ -16,9 +16,11 @@ from mq.mesh.feed import Feed
 from mq.mesh.frame import Frame
 from mq.mesh.large import Large, Take
 from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, Outgoing, Topic
+from mq.mesh.pace import Pace
 from mq.mesh.wire import Malformed
 
 if TYPE_CHECKING:
+    from mq.mesh.large import Chunk
     from mq.segments import Block
 
 CHUNKS_PER_ANSWER: Final = 4
@@ -49,6 +51,7 @@ class Backlog:
         whole_bytes: How large a body may be; 0: as the link says.
         most_unanswered: How many bytes of bodies may be under way without an answer;
             None: any.
+        pace: How many of them the connection takes in a short while.
         under_way: How many bytes of bodies the frames have.
         answer_bytes: What those of them take that answer the peer.
     """
@@ -66,6 +69,7 @@ class Backlog:
         self.devices: dict[str, str] | None = None
         self.lead = self.whole_bytes = 0
         self.most_unanswered: int | None = None
+        self.pace = Pace()
         self.under_way = 0
         self.answer_bytes = 0
 
@@ -165,8 +169,10 @@ class Backlog:
 
     def is_ahead(self, part: float = 1.0) -> bool:
         """Whether this part of what may be under way without an answer is."""
-        most = self.most_unanswered
-        return most is not None and self.under_way >= part * most
+        most = self.pace.window
+        if self.most_unanswered is not None:
+            most = min(most, self.most_unanswered)
+        return self.under_way >= part * most
 
     def _append_lent(
         self, feed: Feed, message: Outgoing, large: Large, block: Block
@@ -190,23 +196,26 @@ class Backlog:
         feed.topic.trim()
 
     def _append_chunk(self, feed: Feed, message: Outgoing, large: Large) -> None:
-        index = 0 if feed.progress is None else feed.progress[1]
+        index, begin = (0, 0) if feed.progress is None else feed.progress[1:]
         large.cut_block()
         if large.must_be_staged(self.devices):
             assert large.staged is not None  # before it was this subscriber's
             large = large.staged
         chunk = large.chunks[index]
         assert chunk is not None
-        last = index + 1 == len(large.chunks)
+        end = self._end(feed, message, chunk, index, begin)
+        ends = end == chunk.body_nbytes
+        last = ends and index + 1 == len(large.chunks)
+        small = b"" if begin else chunk.part
         head = wire.CHUNK_HEAD.pack(
             feed.subscription,
-            len(chunk.part),
+            len(small),
             message.sequence,
             message.published_at,
             len(large),
-            chunk.offset,
+            chunk.offset_of(begin) if begin else chunk.offset,
         )
-        parts = [head, chunk.part]
+        parts = [head, small]
         if large.areas:
             place = wire.pack_piece(chunk.area, chunk.start, large.areas)
             parts.insert(1, place)
@@ -225,18 +234,36 @@ class Backlog:
                 [(feed, message.sequence)] if last else None,
                 large,
                 index,
+                (begin, end) if begin or not ends else None,
             )
         )
         begins = feed.progress is None
-        feed.progress = None if last else (message, index + 1)
+        if last:
+            feed.progress = None
+        else:
+            feed.progress = (message, *((index + 1, 0) if ends else (index, end)))
         feed.on_wire = feed.keep is not None
         if begins:
             feed.framed(message.sequence)
             feed.topic.trim()
 
+    def _end(
+        self, feed: Feed, message: Outgoing, chunk: Chunk, index: int, begin: int
+    ) -> int:
+        """Where the part of a chunk's body ends that is framed next.
+
+        It is all of it, unless so much at once would make others wait.
+        """
+        nbytes = chunk.body_nbytes
+        # An interrupt may have this framed again: as it was, or else something is lost.
+        if feed.cut[:3] != (message.sequence, index, begin):
+            end = min(nbytes, begin + self.pace.window // 2)
+            feed.cut = (message.sequence, index, begin, end)
+        return feed.cut[3]
+
     # -- what the peer has received ----------
 
-    def forget_received(self, number: int) -> bool:
+    def forget_received(self, number: int, now: float) -> bool:
         """The peer has all frames up to `number`; whether that was news.
 
         Raises:
@@ -262,8 +289,11 @@ class Backlog:
                 self.sent -= 1
             if frame.kind == wire.DATA:
                 self.batches_unanswered -= 1
-            elif frame.kind in wire.ANSWERS:
-                self.answer_bytes -= _weight(frame)
+            else:
+                if frame.kind in wire.ANSWERS:
+                    self.answer_bytes -= _weight(frame)
+                if frame.number >= self.pace.timed:
+                    self.pace.answered(now)
         return news
 
     def repair(self) -> None:

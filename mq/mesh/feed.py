@@ -31,7 +31,10 @@ class Feed:
         next: Sequence of the message to be framed next; see `position`.
         late: A retained message that comes before all others, until it is framed.
         progress: The large message that is being sent chunk by chunk, which `next` has
-            passed so that it cannot be replaced, and the index of its next chunk.
+            passed so that it cannot be replaced, the index of its next chunk, and how
+            much of that chunk's body is in frames.
+        cut: A message's sequence, and a part of one of its chunks that is framed alone:
+            the chunk's index, and where the part begins and ends.
         on_wire: For keep-last, whether a message has left and is not yet received.
         withheld: Size of a retained message that is too large for the subscriber, or 0.
         joined: Sequence of the first message published after the subscription began.
@@ -47,6 +50,7 @@ class Feed:
         "base_total",
         "credit_bytes",
         "credit_messages",
+        "cut",
         "first",
         "follows",
         "joined",
@@ -70,7 +74,8 @@ class Feed:
         self.follows = request.follows and request.keep is None
         self.credit_messages = request.messages
         self.credit_bytes = request.nbytes
-        self.progress: tuple[Outgoing, int] | None = None
+        self.progress: tuple[Outgoing, int, int] | None = None
+        self.cut = (-1, 0, 0, 0)
         self.on_wire = False
         newest = topic.newest
         self.next = self.joined = newest + 1

@@ -14,6 +14,7 @@ class Frame:
         parts: What follows the header in the head.
         completes: Subscriptions, and the last message of each that the frame completes.
         large, chunk: A large message, and the index of its chunk in the frame.
+        part: Where in the chunk's body that of the frame begins and ends; None: all.
     """
 
     __slots__ = (
@@ -23,6 +24,7 @@ class Frame:
         "kind",
         "large",
         "number",
+        "part",
         "parts",
         "sent_before",
     )
@@ -36,6 +38,7 @@ class Frame:
         completes: list[tuple[Feed, int]] | None = None,
         large: Large | None = None,
         chunk: int = 0,
+        part: tuple[int, int] | None = None,
     ) -> None:
         self.kind = kind
         self.number = number
@@ -44,6 +47,7 @@ class Frame:
         self.completes = completes
         self.large = large
         self.chunk = chunk
+        self.part = part
         self.sent_before = False
 
     @property
@@ -51,5 +55,8 @@ class Frame:
         """Size of the body in host memory; 0: there is none."""
         if self.large is None or self.kind == wire.LENT:
             return 0
+        if self.part is not None:
+            begin, end = self.part
+            return end - begin
         chunk = self.large.chunks[self.chunk]
         return 0 if chunk is None or chunk.view is None else len(chunk.view)

@@ -62,6 +62,16 @@ class Chunk:
         self.area = area
         self.start = start
 
+    @property
+    def body_nbytes(self) -> int:
+        """Size of the slice, without what means nothing."""
+        return 0 if self.view is None else len(self.view) - self.lead
+
+    def offset_of(self, begin: int) -> int:
+        """Where in the message's area this byte of the slice lies."""
+        end = self.offset + len(self.part)
+        return begin + (align(end) if self.part else end)
+
     def own(self, take: Take) -> None:
         """Copy the slice into memory of the pool, once for all subscribers."""
         if not self.owned:
@@ -153,7 +163,7 @@ class Large:
                 end = chunk.offset + len(chunk.part)
                 memory[chunk.offset : end] = chunk.part
                 if chunk.view is not None:
-                    begin = align(end) if chunk.part else end
+                    begin = chunk.offset_of(0)
                     memory[begin : begin + len(chunk.view)] = chunk.view
                 elif chunk.piece is not None:
                     begin = begins[chunk.area] + chunk.start

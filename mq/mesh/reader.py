@@ -130,7 +130,7 @@ class Reader:
         stats = session.stats
         stats.received_frames += 1
         stats.received_bytes += len(head) + nbody
-        if session.frames and session.forget_received(received):
+        if session.frames and session.forget_received(received, now):
             self._mesh.changed += 1
         if not number:
             if nbody:

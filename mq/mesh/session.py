@@ -137,12 +137,13 @@ class Session(Backlog):
         Raises:
             Malformed: The peer claims frames that were never sent.
         """
-        self.forget_received(received)
+        self.forget_received(received, now)
         if not conn.lends and any(f.kind == wire.LENT for f in self.frames):
             raise Malformed("resumed where the memory already lent cannot be read")
         if self.devices not in (None, dict(conn.devices)):
             raise Malformed("resumed where tensors arrive on other devices")
         self.repair()
+        self.pace.begin()
         self.conn = conn
         self.lends = conn.lends
         self.lead = conn.lead
@@ -291,7 +292,11 @@ class Session(Backlog):
                 chunk.own(self._take)
             if chunk.piece is None:
                 body = chunk.view
-                if chunk.lead != conn.lead and body is not None:
+                if frame.part is not None:
+                    assert body is not None
+                    begin, end = frame.part
+                    body = body[chunk.lead + begin : chunk.lead + end]
+                elif chunk.lead != conn.lead and body is not None:
                     body = body[chunk.lead :]  # cut for another connection's link
                 accepted = conn.try_send(head, body)
             else:
@@ -306,6 +311,8 @@ class Session(Backlog):
         stats.sent_bytes += len(head) + (0 if body is None else len(body))
         if frame.sent_before:
             stats.resent_frames += 1
+        elif frame.kind != wire.DATA and (frame.large is None or frame.body_nbytes):
+            self.pace.left(frame.number, self.under_way, now)
         frame.sent_before = True
         return True
 
