@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from mq import settings
 from mq.blocking import BlockingQueue
 from mq.descriptors import out_of_descriptors
 from mq.errors import Closed, RecvTimeout, TransportUnavailable
+from mq.lines import Lines, Place, let_others_run
 from mq.message import CLEAR, Message
 from mq.options import switch
 from mq.seconds import deadline_after
@@ -20,12 +19,9 @@ from mq.undisturbed import Stopper, undisturbed
 if TYPE_CHECKING:
     import asyncio  # which takes as long as all of ours; who uses it has imported it
 
-    from typing_extensions import Self
-
-    from mq.mesh.driver import Driver
-
-LOOP_SECONDS: Final = 0.005
-"""How long calls of `arecv` and `apublish` that need not wait keep an event loop."""
+    from mq.buffers import Pool
+    from mq.codec import Codec
+    from mq.join import Joined
 
 
 def connect(
@@ -119,39 +115,36 @@ def connect(
         raise
 
 
-class _Loop(threading.local):
-    """Of the thread whose event loop calls.
-
-    Attributes:
-        ran_at: When its other tasks last had a turn.
-    """
-
-    ran_at = 0.0
-
-
-_loop = _Loop()
-
-
 class MQ(BlockingQueue):
     """A member of a group; made by `connect`. Any thread may call any method."""
 
+    def __init__(
+        self, resolved: settings.Settings, joined: Joined, codec: Codec, pool: Pool
+    ) -> None:
+        super().__init__(resolved, joined, codec, pool)
+        self._lines: dict[asyncio.AbstractEventLoop, Lines] = {}
+
     async def arecv(self, timeout: float | None = None) -> Message:
-        """`recv` for asyncio; cancelled, it has taken nothing."""
+        """`recv` for asyncio; cancelled, it has taken nothing.
+
+        Of tasks that wait, each gets a message in turn.
+        """
         deadline = deadline_after(timeout)
-        await _let_others_run()
+        await let_others_run()
+        inbox = self._inbox
         box: list[Any] = []  # what is taken is in the inbox or in there
         try:
-            if self._inbox.ready:
+            if inbox.ready:
                 with contextlib.suppress(RecvTimeout):  # another thread was faster
                     box.append(self.recv(0))
                     return box[0]  # type: ignore[no-any-return]
-            with _Wakeups(self._driver) as wakeups:
+            # Twice, here and below: a handler may raise before the first has ended.
+            with self._place() as place, place:
                 while True:
-                    wakeups.event.clear()
                     with contextlib.suppress(RecvTimeout):
                         box.append(self.recv(0))
                         return box[0]  # type: ignore[no-any-return]
-                    if not await _wait(wakeups.event, deadline):
+                    if not await place.wait(inbox, inbox.has_items, deadline):
                         raise self._nothing_came(timeout)
         except BaseException:
             if box:
@@ -170,7 +163,7 @@ class MQ(BlockingQueue):
     ) -> None:
         """`publish` for asyncio; cancelled while it waits, it did nothing."""
         deadline_after(timeout)  # a bad one is refused even where nothing is waited for
-        await _let_others_run()
+        await let_others_run()
         known = None if retain or urgent else self._known.get(topic)
         if known is not None and known.gate.publish(payload, self._lock):
             return
@@ -181,27 +174,40 @@ class MQ(BlockingQueue):
             topic = self._new_topic(topic)
         frames = self._codec.encode(payload, topic, self._carried(topic, retain))
         driver = self._driver
-        with driver.turns(topic, timeout) as turns, _Wakeups(driver) as wakeups:
+        with driver.turns(topic, timeout) as turns, self._place() as place, place:
             while not driver.publish(topic, frames, retain, urgent, 0, turns):
-                await _wait(wakeups.event, turns.until())
-                wakeups.event.clear()
+                if (lacks := turns.lacks) is not None:
+                    await place.wait(lacks, lacks.has_credit, turns.until())
+                else:  # memory, of which each needs another amount
+                    await place.wait(place, lambda: True, turns.until())
 
     async def aflush(self, timeout: float | None = None) -> None:
         """`flush` for asyncio."""
         driver = self._driver
         driver.check()
         deadline = deadline_after(timeout)
-        await _let_others_run()
+        await let_others_run()
         marks = driver.marks()
-        with _Wakeups(driver) as wakeups:
-            while True:
-                wakeups.event.clear()
-                if driver.wait_until(
-                    lambda: not driver.mesh.publisher.unsettled(marks), 0
-                ):
-                    return
-                if not await _wait(wakeups.event, deadline):
+
+        def is_flushed() -> bool:
+            return not driver.mesh.publisher.unsettled(marks)
+
+        with self._place() as place, place:
+            while not driver.wait_until(is_flushed, 0):
+                if not await place.wait(place, is_flushed, deadline):
                     raise self._not_flushed(marks, timeout)
+
+    def _place(self) -> Place:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        lines = self._lines.get(loop)
+        if lines is None:
+            for other in list(self._lines):
+                if other.is_closed():
+                    self._lines.pop(other, None)
+            lines = self._lines[loop] = Lines(self._driver, loop)
+        return Place(lines)
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         """Messages until the queue is closed."""
@@ -226,88 +232,3 @@ class MQ(BlockingQueue):
             await closing
         finally:
             executor.shutdown(wait=not closing.cancelled())
-
-
-class _Wakeups:
-    """Sets an event of the running loop whenever something changes, while entered.
-
-    Attributes:
-        event: It.
-    """
-
-    def __init__(self, driver: Driver) -> None:
-        import asyncio
-
-        self._driver = driver
-        self._loop = asyncio.get_running_loop()
-        self._is_due = False  # the loop has been told, and has not come to it
-        self._is_over = False
-        self.event = asyncio.Event()
-
-    def __enter__(self) -> Self:
-        try:
-            self._driver.listen(self._wake)
-        except BaseException:
-            self._is_over = True  # an interrupt came as that ended
-            raise
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._is_over = True
-        # Else this is what is left of a task, freed under the lock by chance.
-        if not self._driver.is_in_the_middle():
-            self._driver.unlisten(self._wake)
-
-    def _wake(self) -> bool:
-        if not self._is_due and not self._is_over:
-            self._is_due = True
-            try:
-                self._loop.call_soon_threadsafe(self._set)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                self._is_over = True
-        return not self._is_over
-
-    def _set(self) -> None:
-        self._is_due = False
-        self.event.set()
-
-
-async def _let_others_run() -> None:
-    """Now and then, as asyncio changes tasks, and cancels them, only where one waits.
-
-    A task that always finds a message would be the only one, and deaf to a Ctrl-C.
-    """
-    before = _loop.ran_at
-    if time.monotonic() - before > LOOP_SECONDS:
-        import asyncio
-
-        await asyncio.sleep(0)
-        _note_turn(before)
-
-
-def _note_turn(before: float) -> None:
-    """Of several tasks that go on in one turn of the loop the first counts."""
-    if _loop.ran_at == before:
-        _loop.ran_at = time.monotonic()
-
-
-async def _wait(event: asyncio.Event, deadline: float | None) -> bool:
-    """Wait for the event or the deadline; False if that had passed already."""
-    timer = None
-    if deadline is not None:
-        left = deadline - time.monotonic()
-        if left <= 0.0:
-            return False
-        import asyncio
-
-        # Not `asyncio.wait_for`, which up to Python 3.11 returns in spite of `cancel`
-        # where the event was set just before.
-        timer = asyncio.get_running_loop().call_later(left, event.set)
-    before = _loop.ran_at
-    try:
-        await event.wait()
-    finally:
-        if timer is not None:
-            timer.cancel()
-    _note_turn(before)
-    return True

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import mq
-from mq import queue as queue_module
+from mq import lines
 from mq.mesh import waiting
 from mq.mesh.lead import _KEEPER
 
@@ -138,9 +138,9 @@ def test_many_tasks_that_need_not_wait_share_one_turn_of_the_loop(
         calls[0] += 1
 
     monkeypatch.setattr(b, "recv", recv)
-    clock = itertools.count(time.monotonic(), queue_module.LOOP_SECONDS / 4)
+    clock = itertools.count(time.monotonic(), lines.LOOP_SECONDS / 4)
     fake = SimpleNamespace(monotonic=lambda: next(clock))
-    monkeypatch.setattr(queue_module, "time", fake)
+    monkeypatch.setattr(lines, "time", fake)
 
     async def run_on() -> None:
         while True:

@@ -70,6 +70,10 @@ class Inbox:
             for item in self.fifo
         )
 
+    def has_items(self) -> bool:
+        """Whether there is anything that `take` may return."""
+        return bool(self.fifo)
+
     def _position(self, run: Run) -> int:
         """How many messages of a run have been taken."""
         prepared = self._prepared

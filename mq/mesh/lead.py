@@ -380,12 +380,10 @@ class Lead:
             self.lock.acquire()
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener`, under the lock, whenever something changed."""
-        with self.lock:
-            self._listeners.add(listener)
+        """Call `listener`, under the lock, whenever something changed; it is held."""
+        if self._listeners.add(listener):
             self._ring()
 
     def unlisten(self, listener: Listener) -> None:
-        """Undo `listen`."""
-        with self.lock:
-            self._listeners.remove(listener)
+        """Undo `listen`; the lock is held."""
+        self._listeners.remove(listener)

@@ -18,9 +18,12 @@ class Listeners:
     def __len__(self) -> int:
         return len(self._all)
 
-    def add(self, listener: Listener) -> None:
-        """Tell it of all changes from now on."""
+    def add(self, listener: Listener) -> bool:
+        """Tell it of all changes from now on; False if it was told before, too."""
+        if listener in self._all:
+            return False
         self._all.append(listener)
+        return True
 
     def remove(self, listener: Listener) -> None:
         """Tell it of none any more; it may be gone already."""

@@ -84,7 +84,7 @@ class Memory(Waiting):
                     lender.waits += 1
                 who = self._who_borrows
                 if not self._wait_for(
-                    topic, reached, blockers, who, deadline, turns, at_once=True
+                    topic, reached, blockers, who, deadline, turns, memory=True
                 ):
                     return None, True
         return (found[0] if found else None), False

@@ -36,16 +36,18 @@ class Wait:
         deadline: When it gives up; None: never.
         complain_at: When it is next to be logged.
         blocked: Whether anybody kept it waiting.
+        lacks: The topic without credit; None: it is memory that it waits for.
         told: Who was told that it waits.
     """
 
-    __slots__ = ("begin", "blocked", "complain_at", "deadline", "told")
+    __slots__ = ("begin", "blocked", "complain_at", "deadline", "lacks", "told")
 
     def __init__(self, deadline: float | None) -> None:
         self.begin = time.monotonic()
         self.deadline = deadline
         self.complain_at = self.begin + COMPLAIN_SECONDS
         self.blocked = False
+        self.lacks: Topic | None = None
         self.told: set[Session] = set()
 
     def until(self) -> float:
@@ -70,7 +72,7 @@ class Waiting(Lead):
         describe: Callable[[Collection[Session]], str],
         deadline: float | None,
         turns: Wait | None = None,
-        at_once: bool = False,
+        memory: bool = False,
     ) -> bool:
         """Wait until nobody keeps the message from being published.
 
@@ -80,7 +82,8 @@ class Waiting(Lead):
             describe: That in words, with the remedy.
             turns: Of a call that does not wait here, but comes again for its next
                 turn, up to its own deadline.
-            at_once: Tell them so at once, not only after a while.
+            memory: It is memory that they hold: they are told so at once, not only
+                after a while.
 
         Returns:
             False only for `turns`: it has to go on waiting.
@@ -97,7 +100,7 @@ class Waiting(Lead):
                 now = time.monotonic()
                 if wait.deadline is not None and now >= wait.deadline:
                     self._raise_timeout(topic, now - wait.begin, blockers(), describe)
-                if at_once:
+                if memory:
                     self._tell_waiting(blockers(), wait.told)
                 if now >= wait.complain_at:
                     wait.complain_at = now + 60.0
@@ -109,6 +112,7 @@ class Waiting(Lead):
                     )
                     self._tell_waiting(blockers(), wait.told)
                 if turns is not None:
+                    turns.lacks = None if memory else topic
                     return False
                 if self.mesh.changed == seen:
                     self._sleep(wait.until())
