@@ -252,9 +252,12 @@ class _Turn(threading.local):
 
     Attributes:
         until: When the loop's other tasks are due.
+        resting: A token of each call that lets them have their turn.
     """
 
-    until = 0.0
+    def __init__(self) -> None:
+        self.until = 0.0
+        self.resting: set[object] = set()
 
 
 _turn = _Turn()
@@ -264,11 +267,15 @@ async def let_others_run() -> None:
     """Now and then, as asyncio changes tasks, and cancels them, only where one waits.
 
     A task that always finds a message would be the only one, and deaf to a Ctrl-C.
+    Several of them have equal parts of the time.
     """
-    before = _turn.until
-    if time.monotonic() > before:
+    if time.monotonic() > _turn.until:
         import asyncio
 
-        await asyncio.sleep(0)
-        if _turn.until == before:
-            _turn.until = time.monotonic() + LOOP_SECONDS
+        resting, token = _turn.resting, object()
+        resting.add(token)
+        try:
+            await asyncio.sleep(0)
+            _turn.until = time.monotonic() + LOOP_SECONDS / len(resting)
+        finally:
+            resting.discard(token)

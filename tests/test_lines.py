@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -378,6 +379,41 @@ def test_a_task_that_is_dropped_leaves_its_line(pair: Pair) -> None:
         await until(lambda: not b._driver._listeners)
 
     asyncio.run(body())
+
+
+def test_tasks_that_need_not_wait_have_equal_parts_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else one queue's messages go by thousands where another's go by ones."""
+    now = [time.monotonic()]
+
+    def monotonic() -> float:
+        now[0] += lines.LOOP_SECONDS / 100
+        return now[0]
+
+    monkeypatch.setattr(lines, "time", SimpleNamespace(monotonic=monotonic))
+    turns = Counter[int]()
+
+    async def run_on(number: int) -> None:
+        while True:
+            await lines.let_others_run()
+            turns[number] += 1
+
+    async def body() -> None:
+        tasks = begin(run_on(number) for number in range(4))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        begin_at = now[0]
+        turns.clear()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert now[0] - begin_at < 10 * 1.1 * lines.LOOP_SECONDS
+        await end(tasks)
+
+    asyncio.run(body())
+    assert len(turns) == 4
+    assert min(turns.values()) > 100
+    assert max(turns.values()) <= 1.1 * min(turns.values())
 
 
 class Readers:
