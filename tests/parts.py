@@ -52,13 +52,13 @@ PARTS = {
     "applications": _APPS,
     "links and rendezvous": sorted({*_ENGINES} - {*_LONG}),
     "conformance of tcp and torchrpc": [CONFORMANCE, "-k", f"({_RPC}) and not {_NNG}"],
+    "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
     "conformance of nng": [CONFORMANCE, "-k", _NNG],
     IN_PYTHON: [
         *(str(_HERE / f"test_{name}.py") for name in ("codec", "mesh_flow")),
         CONFORMANCE,
         *("-k", "not test_transport or inproc or [shm-"),
     ],
-    "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
     "the bench": _BENCH,
     "interrupts": [_INTERRUPTS],
 }

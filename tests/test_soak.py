@@ -8,7 +8,7 @@ import pytest
 
 from mq.testing.soak import Soak
 
-SECONDS = float(os.environ.get("MQ_SOAK_SECONDS", "120"))
+SECONDS = float(os.environ.get("MQ_SOAK_SECONDS", "75"))
 BACKENDS = os.environ.get("MQ_SOAK_BACKENDS", "shm").split(",")
 
 
