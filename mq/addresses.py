@@ -73,7 +73,7 @@ def check(address: str, wires: Sequence[str], engine: str) -> None:
 def is_routable(address: str, wires: Sequence[str]) -> bool:
     """Whether other hosts could reach a listener on an address of these wires."""
     wire = address.partition("://")[0]
-    if wire == "ipc" or wire not in wires:
+    if wire in _FILE_SCHEMES or wire not in wires:
         return False
     return not is_loopback(split(address)[0])
 

@@ -60,13 +60,22 @@ class _Line:
 class Lines:
     """Those of the tasks of one event loop that wait for one queue.
 
+    They are known as long as there are any: they refer to their loop, and whether that
+    has ended nobody may ever tell.
+
     Attributes:
         due: What the loop has been told and has not come to; None: nothing.
     """
 
-    def __init__(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        loop: asyncio.AbstractEventLoop,
+        known: dict[asyncio.AbstractEventLoop, Lines],
+    ) -> None:
         self._driver = driver
         self.loop = loop
+        self._known = known
         self._places: set[Place] = set()
         self._lines: dict[object, _Line] = {}
         self._left_alone: deque[Place] = deque()
@@ -75,6 +84,7 @@ class Lines:
     def enter(self, place: Place) -> None:
         """From now on the loop is told of what changes."""
         with self._driver.lock:
+            self._known[self.loop] = self
             self._places.add(place)
             self._driver.listen(self._tell)
 
@@ -105,6 +115,7 @@ class Lines:
         self._places.discard(place)
         if not self._places:
             self._driver.unlisten(self._tell)
+            self._known.pop(self.loop, None)
 
     def _step_out(self, place: Place) -> None:
         line = self._lines.get(place.what)
@@ -119,6 +130,9 @@ class Lines:
     def _tell(self, again: bool = False) -> bool:
         """Something has changed; whether there is anybody to be told again."""
         if self.loop.is_closed():
+            self._known.pop(self.loop, None)
+            self._places.clear()
+            self._lines.clear()
             return False
         if self.due is None:
             look = partial(self._look)

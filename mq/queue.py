@@ -203,10 +203,7 @@ class MQ(BlockingQueue):
         loop = asyncio.get_running_loop()
         lines = self._lines.get(loop)
         if lines is None:
-            for other in list(self._lines):
-                if other.is_closed():
-                    self._lines.pop(other, None)
-            lines = self._lines[loop] = Lines(self._driver, loop)
+            lines = Lines(self._driver, loop, self._lines)
         return Place(lines)
 
     async def __aiter__(self) -> AsyncIterator[Message]:

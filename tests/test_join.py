@@ -165,6 +165,14 @@ def test_an_address_that_nobody_can_have_is_refused_at_once(
     assert time.monotonic() - begin < DEADLINE / 2
 
 
+def test_an_address_without_a_path_is_refused_at_once() -> None:
+    """As one without a port is."""
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="'shm://' is no address of backend 'shm'"):
+        mq.connect("shm", group="g", attach_to="shm://", connect_timeout=DEADLINE)
+    assert time.monotonic() - begin < DEADLINE / 2
+
+
 def test_who_lost_its_name_looks_after_nothing_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

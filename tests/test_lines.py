@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mq
 from mq import lines
+from mq.testing.waiting import wait_until
 
 MANY = 30
 Pair = tuple[mq.MQ, mq.MQ]
@@ -514,3 +518,68 @@ def test_nothing_is_lost_or_left_whoever_is_cancelled(backend: str, seed: int) -
         assert sorted(got) == list(range(count))
         assert not b._driver._listeners
         assert not a._driver._listeners
+
+
+def test_a_loop_in_which_nobody_waits_any_more_is_not_held(pair: Pair) -> None:
+    """Whether it was closed, nobody may ever tell."""
+    _, b = pair
+
+    async def body() -> None:
+        task = asyncio.ensure_future(b.arecv())
+        await until(lambda: sleepers(b))
+        await end([task])
+
+    asyncio.run(body())
+    assert not b._lines
+
+
+def test_tasks_that_wait_in_a_loop_that_is_closed_are_let_go_of(pair: Pair) -> None:
+    """With their payloads, once something changes."""
+    a, b = pair
+    b.subscribe("full", depth=1)
+    a.publish("full", "one")
+    array = np.zeros(100_000)
+    freed = weakref.ref(array)
+    tasks = [a.apublish("full", array)]
+    del array
+
+    async def body() -> None:
+        asyncio.ensure_future(tasks.pop())  # noqa: RUF006
+        await until(lambda: sleepers(a))
+
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # a task "was destroyed"
+    loop.run_until_complete(body())
+    loop.close()
+    del loop
+
+    def is_free() -> bool:
+        a.publish("t", "something")
+        gc.collect()
+        return freed() is None
+
+    wait_until(is_free, "what nobody waits with any more to be freed")
+    assert not a._lines
+
+
+def test_a_task_that_is_freed_under_the_lock_ends_its_wait(pair: Pair) -> None:
+    """By a collection that begins there: whom it waited for is told all the same."""
+    a, b = pair
+    b.subscribe("full", depth=1)
+    a.publish("full", "one")
+    driver = a._driver
+    frames = a._codec.encode("two", "full")
+    turns = driver.turns("full", None)
+    wait = turns.__enter__()
+    assert not driver.publish("full", frames, False, False, 0, wait)
+    (session,) = driver.mesh.sessions.values()
+    with driver.lock:
+        driver._tell_waiting([session], wait.told)
+        with contextlib.suppress(GeneratorExit):
+            turns.__exit__(GeneratorExit, GeneratorExit(), None)
+
+    wait_until(
+        lambda: not driver.look(lambda: driver._waits[session]),
+        "the keeper to say that nobody waits",
+    )
+    assert a.stats()["topics"]["full"]["blocked_seconds"] > 0

@@ -289,7 +289,7 @@ class ShmLink(StreamLink):
         return f"it belongs to user {user}, and shared memory is for one user only"
 
     def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
-        return [a for a in candidates if same_host and a.startswith(_SCHEME)]
+        return addresses.rank(candidates, ("shm",), same_host)
 
     def is_routable(self, address: str) -> bool:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -63,6 +63,7 @@ class Waiting(Lead):
     def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
         super().__init__(mesh, poller, where)
         self._waits: Counter[Session] = Counter()
+        self._left_alone: deque[tuple[str, Wait]] = deque()
 
     def _wait_for(
         self,
@@ -127,11 +128,24 @@ class Waiting(Lead):
         wait = Wait(deadline_after(timeout))
         try:
             yield wait
+        except GeneratorExit:
+            # The task is no more: in any thread, and maybe under the lock.
+            if wait.blocked:
+                wait.blocked = False
+                self._left_alone.append((name, wait))
+                self.upkeep_soon()
+            raise
         finally:
             if wait.blocked:
                 with self.lock:
                     self._end(self.mesh.publisher.topic(name), wait)
                     self._leave()
+
+    def _run_upkeep(self) -> None:
+        while self._left_alone:
+            name, wait = self._left_alone.popleft()
+            self._end(self.mesh.publisher.topic(name), wait)
+        super()._run_upkeep()
 
     def _end(self, topic: Topic, wait: Wait) -> None:
         topic.stats.blocked_seconds += time.monotonic() - wait.begin
