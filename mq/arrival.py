@@ -253,7 +253,7 @@ class Arrival:
 
     def _dial(self, record: rendezvous.Record, *, probe: bool = False) -> Dial:
         greetings = self._mesh.greetings
-        same_host = record.process.boot_id == self._mesh.config.process.boot_id
+        same_host = self._mesh.config.is_near(record.process)
         dial = Dial(
             greetings.routes(record.addresses, same_host),
             incarnation=record.incarnation,

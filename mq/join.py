@@ -113,7 +113,7 @@ class Joined:
             return
         if not within_reach(self.link, other.process):
             return  # it will be told so itself
-        same_host = other.process.boot_id == mesh.config.process.boot_id
+        same_host = mesh.config.is_near(other.process)
         routes = mesh.greetings.routes(other.addresses, same_host)
         until = time.monotonic() + other.lease
         dial = Dial(routes, incarnation=other.incarnation, name=other.name, until=until)

@@ -509,6 +509,7 @@ def test_any_interleaving_of_faults_keeps_the_contract(
     monkeypatch.setattr("mq.mesh.publisher.cores", lambda: 8)
     monkeypatch.setattr("mq.mesh.copying.PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr("mq.mesh.session.BYTES_PER_TURN", TURN_BYTES)
+    monkeypatch.setattr("mq.mesh.config.Config.is_near", lambda *_: False)
     monkeypatch.setattr("mq.mesh.pace.FIRST_BYTES", FIRST_BYTES)
     monkeypatch.setattr("mq.mesh.pace.LEAST_BYTES", LEAST_BYTES)
     monkeypatch.setattr("mq.mesh.reader.BYTES_PER_TURN", TURN_BYTES)

@@ -62,6 +62,10 @@ class Config:
         mine = self.peer_timeout
         return None if mine is None or theirs is None else max(mine, theirs)
 
+    def is_near(self, process: ProcessId) -> bool:
+        """Whether that runs on the same host."""
+        return process.boot_id == self.process.boot_id
+
     def greeting(
         self,
         session: str = "",

@@ -79,7 +79,7 @@ class Dialling:
         )
 
     def _session_routes(self, session: Session) -> list[tuple[Link, str]]:
-        same_host = session.peer.process.boot_id == self._mesh.config.process.boot_id
+        same_host = self._mesh.config.is_near(session.peer.process)
         routes = self.routes(session.peer.addresses, same_host)
         if session.dialled:
             # The address that worked may be forwarded, unknown to the peer itself.

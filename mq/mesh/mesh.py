@@ -232,6 +232,7 @@ class Mesh:
             take=self._take,
         )
         session.dialled = "" if dial is None else dial.address
+        session.pace.is_bounded = not self.config.is_near(greeting.process)
         if accepts := sorted(self.config.accepts()):  # more since the greeting, maybe
             session.control(wire.ACCEPTS, accepts)
         self.subscriber.introduce(session)

@@ -8,9 +8,14 @@ WAIT_SECONDS: Final = 0.15
 """A message may wait so long for the bodies ahead of it, beside the wire's own."""
 FIRST_BYTES: Final = 4 << 20
 """May be under way before anything is known of a connection."""
-LEAST_BYTES: Final = 128 * 1024
-"""May always be under way; what takes long with less is the wire's delay."""
-_GROWTH: Final = 2.0
+LEAST_BYTES: Final = 1 << 20
+"""May always be under way: who takes its time for each frame is no slow wire, and the
+smaller they are the longer it takes for all."""
+_PROBE_EVERY: Final = 16
+_PROBE_SHARE: Final = 0.125
+_PROBE_BYTES: Final = 128 * 1024
+_FEWER: Final = 0.7
+_ALIKE: Final = 0.85
 _CLOCK_SECONDS: Final = 0.001
 _NOTHING: Final = 1 << 64
 
@@ -24,22 +29,45 @@ class Pace:
     in time. So a wire that is fast, or not used to the full, has no limit that matters,
     and a slow one is full all the time.
 
+    An answer takes its time with nothing ahead, too: on a long wire, or from a peer
+    that is busy. As long as a queue stands that is not seen, so now and then, for one
+    answer, little is under way. And where an answer takes as long although there was
+    less ahead than before, it is not what was ahead that took so long.
+
+    Between processes of one host there is no slow wire, and nothing is bounded.
+
     Attributes:
+        is_bounded: Whether that is to be; from the next connection on.
         window: How many bytes of bodies may be under way.
         timed: Number of the frame that is timed; beyond all numbers: there is none.
     """
 
-    __slots__ = ("_ahead", "_delay", "_since", "timed", "window")
+    __slots__ = (
+        "_ahead",
+        "_before",
+        "_delay",
+        "_probe_in",
+        "_probes",
+        "_since",
+        "is_bounded",
+        "timed",
+        "window",
+    )
 
     def __init__(self) -> None:
+        self.is_bounded = False
         self.begin()
 
     def begin(self) -> None:
         """A new connection, over another wire perhaps."""
-        self.window = FIRST_BYTES
+        self.window = FIRST_BYTES if self.is_bounded else _NOTHING
         self.timed = _NOTHING
         self._ahead = 0
-        self._since = self._delay = 0.0
+        self._since = 0.0
+        self._delay = float("inf")
+        self._before = (0, 0.0)  # how much was ahead of the last slow one, and its time
+        self._probe_in = 0
+        self._probes = False
 
     def left(self, number: int, ahead: int, now: float) -> None:
         """A frame has left.
@@ -47,19 +75,42 @@ class Pace:
         Args:
             ahead: How many bytes of bodies are under way with it.
         """
-        if self.timed == _NOTHING:
+        if self.timed == _NOTHING and self.is_bounded:
             self.timed, self._ahead, self._since = number, ahead, now
 
     def answered(self, now: float) -> None:
         """The frame that is timed has arrived."""
         self.timed = _NOTHING
         ahead, seconds = self._ahead, max(_CLOCK_SECONDS, now - self._since)
-        if ahead <= LEAST_BYTES:
-            # It may grow, as by others' traffic, but not by one answer that was late.
-            known = self._delay
-            self._delay = min(seconds, _GROWTH * known) if known else seconds
-        if ahead:
-            in_time = WAIT_SECONDS + self._delay
-            fitting = int(ahead * in_time / seconds)
+        before, before_seconds = self._before
+        is_fewer = ahead <= _FEWER * before
+        is_alike = _ALIKE * before_seconds <= seconds <= before_seconds / _ALIKE
+        if is_fewer and (self._probes or is_alike):
+            self._delay = seconds
+        else:
+            self._delay = min(self._delay, seconds)
+        in_time = WAIT_SECONDS + self._delay
+        if self._probes:
+            if is_fewer:
+                self._probes = False
+                rate = max(before / before_seconds, ahead / seconds)
+                self.window = max(LEAST_BYTES, int(rate * in_time))
+        elif ahead:
             least = self.window if seconds <= in_time else LEAST_BYTES
-            self.window = max(least, fitting)
+            self.window = max(least, int(ahead * in_time / seconds))
+            if seconds > WAIT_SECONDS:
+                self._before = ahead, seconds
+                self._probe()
+
+    def _probe(self) -> None:
+        """Have little under way when it is due, if that is less than there was."""
+        self._probe_in -= 1
+        if self._probe_in > 0:
+            return
+        ahead, seconds = self._before
+        little = int(ahead / seconds * WAIT_SECONDS * _PROBE_SHARE)
+        little = max(_PROBE_BYTES, min(LEAST_BYTES, little))
+        if 2 * little <= ahead:
+            self.window = little
+            self._probes = True
+            self._probe_in = _PROBE_EVERY
