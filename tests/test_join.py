@@ -37,7 +37,7 @@ import mq
 from mq.addresses import has_listener
 from mq.errors import TransportUnavailable
 from mq.join import check_descriptors
-from mq.rendezvous import open_rendezvous
+from mq.rendezvous import Rendezvous, open_rendezvous
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.record import Entry, Record
 
@@ -326,15 +326,21 @@ def _connected(options: dict[str, Any], pipe: Connection) -> None:
         pipe.recv()
 
 
+def _unable_to_prove(queue: mq.MQ) -> Rendezvous:
+    """Have a member see no process, as from another container; where it meets."""
+    queue._mesh.config.watch = lambda process: None
+    meeting = queue._joined.meeting
+    assert meeting is not None
+    return meeting
+
+
 @pytest.mark.parametrize("backend", ["tcp", "shm"])
 def test_newcomers_need_not_wait_for_a_member_that_was_given_up(backend: str) -> None:
     """Its record goes then, also where nobody can prove that its process has ended."""
     options: dict[str, Any] = {"group": f"given-up-{backend}-{os.getpid()}"}
     options |= {"peer_timeout": 2.0, "backend": backend}
     with mq.connect(name="a", **options) as queue:
-        queue._mesh.config.watch = lambda process: None
-        meeting = queue._joined.meeting
-        assert meeting is not None
+        meeting = _unable_to_prove(queue)
         with process_of(_connected, options) as (child, pipe):
             assert pipe.recv() == "connected"
             assert sorted(names(meeting)) == ["a", "b"]
@@ -374,9 +380,7 @@ def test_who_stood_still_and_was_swept_is_found_again(runtime: Path, kind: str) 
     options: dict[str, Any] = {"group": "g", "rendezvous": kinds[kind]}
     options |= {"backend": "tcp", "peer_timeout": 2.0}
     with mq.connect(name="a", **options) as queue:
-        queue._mesh.config.watch = lambda process: None
-        meeting = queue._joined.meeting
-        assert meeting is not None
+        meeting = _unable_to_prove(queue)
         with process_of(_connected, options) as (child, pipe):
             assert pipe.recv() == "connected"
             freeze(child.pid)

@@ -71,6 +71,14 @@ def sleepers(queue: mq.MQ) -> int:
     return sum(len(line.places) for line in own._lines.values()) if own else 0
 
 
+def bring(a: mq.MQ, b: mq.MQ, payload: str) -> None:
+    """Have a message arrive at `b`, whose keeper may have stopped."""
+    a.publish("t", payload)
+    a._driver.run(lambda: None)  # sends it
+    with b._driver.lock:
+        b._driver._poll()
+
+
 def test_a_message_wakes_one_of_many_tasks_in_turn(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,10 +129,7 @@ def test_who_is_cancelled_when_called_calls_the_next(
         await until(lambda: sleepers(b) == 4)
         b._driver.stop()  # nobody polls: nothing changes but by what is done here
         monkeypatch.setattr(lines.Place, "call", call)
-        a.publish("t", "first")
-        a._driver.run(lambda: None)  # sends it
-        with b._driver.lock:
-            b._driver._poll()
+        bring(a, b, "first")
         assert (await asyncio.wait_for(tasks[-1], 10)).payload == "first"
         assert all(task.cancelled() for task in tasks[:-1])
 
@@ -180,10 +185,7 @@ def test_an_exception_of_a_handler_as_lines_are_looked_at_leaves_nobody(
         await until(lambda: sleepers(b))
         b._driver.stop()
         monkeypatch.setattr(lines._Line, "call", interrupted)
-        a.publish("t", "first")
-        a._driver.run(lambda: None)  # sends it
-        with b._driver.lock:
-            b._driver._poll()
+        bring(a, b, "first")
         assert (await asyncio.wait_for(task, 10)).payload == "first"
         assert not interrupts
 
@@ -213,10 +215,7 @@ def test_a_task_that_never_comes_when_called_keeps_nobody_back(
             return real(place)
 
         monkeypatch.setattr(lines.Place, "call", call)
-        a.publish("t", "first")
-        a._driver.run(lambda: None)  # sends it
-        with b._driver.lock:
-            b._driver._poll()
+        bring(a, b, "first")
         try:
             assert (await asyncio.wait_for(tasks[1], 10)).payload == "first"
         finally:
@@ -246,10 +245,7 @@ def test_a_loop_that_never_comes_to_what_it_was_told_is_told_again(
             return dropped.append(True)
 
         monkeypatch.setattr(loop, "call_soon_threadsafe", soon)
-        a.publish("t", "first")
-        a._driver.run(lambda: None)  # sends it
-        with b._driver.lock:
-            b._driver._poll()
+        bring(a, b, "first")
         assert dropped
         assert (await asyncio.wait_for(task, 10)).payload == "first"
 

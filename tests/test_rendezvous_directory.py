@@ -12,6 +12,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -233,14 +234,21 @@ def test_a_malformed_record_is_ignored_with_one_warning(
         assert caplog.text.count("malformed record") == 1
 
 
+@contextlib.contextmanager
+def _listening(meeting: Rendezvous) -> Iterator[Path]:
+    """A socket file in the directory on which somebody listens; it stays there."""
+    assert meeting.directory is not None
+    path = Path(meeting.directory, "x.zmq")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        yield path
+
+
 def test_the_socket_file_of_who_is_only_silent_stays(runtime: Path) -> None:
     """Who was stopped goes on listening there, and has no other place for peers."""
     with contextlib.closing(meet(None)) as one:
-        assert one.directory is not None
-        path = Path(one.directory, "x.zmq")
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
-            listener.listen()
+        with _listening(one) as path:
             stopped = record("stopped", addresses=(f"ipc://{path}",), lease=20.0)
             one.claim(stopped)
             _age(one, 15.0)
@@ -255,11 +263,8 @@ def test_the_socket_file_of_who_listens_no_more_goes_with_the_record(
 ) -> None:
     """In another container nobody can prove more; every newcomer would dial it."""
     with contextlib.closing(meet(None)) as one:
-        assert one.directory is not None
-        path = Path(one.directory, "x.zmq")
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
-            listener.listen()
+        with _listening(one) as path:
+            pass
         killed = record("killed", addresses=(f"ipc://{path}",), lease=20.0)
         one.claim(killed)
         one.sweep(killed.name, killed.incarnation, proven=False)
