@@ -219,6 +219,8 @@ typedef struct {
     unsigned long holder; /* the thread that has it, if it is locked */
 } Lock;
 
+static PyTypeObject *lock_type;
+
 /* Take it; -1 is an exception, 0: it did not become free in time. An interrupt may come
    before it is taken, never after.
 
@@ -338,6 +340,31 @@ lock_at_fork_reinit(Lock *self, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
+/* Take it again where it was given up, whatever handlers raise meanwhile: the last of
+   that is raised once it is taken. */
+PyObject *
+take_back(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (count != 2 || Py_TYPE(arguments[0]) != lock_type) {
+        PyErr_SetString(PyExc_TypeError, "take_back() takes a Lock, and what it gave");
+        return NULL;
+    }
+    Lock *self = (Lock *)arguments[0];
+    if (self->locked && self->holder == PyThread_get_thread_ident())
+        Py_RETURN_NONE;
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    while (take(self, -1) < 0) {
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        PyErr_Fetch(&type, &value, &traceback);
+    }
+    if (type == NULL)
+        Py_RETURN_NONE;
+    PyErr_Restore(type, value, traceback);
+    return NULL;
+}
+
 static PyObject *
 lock_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -404,6 +431,7 @@ add_lock(PyObject *module)
     PyObject *lock = PyErr_Occurred() ? NULL : PyType_FromSpec(&lock_spec);
     if (lock == NULL)
         return -1;
+    lock_type = (PyTypeObject *)lock;
     atomic_store(&main_thread, number);
     if (!watched && pthread_atfork(NULL, NULL, after_fork) == 0)
         watched = 1;

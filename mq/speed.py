@@ -16,7 +16,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
 from mq import bell, plain, repeated
-from mq.mesh import gate, ready
+from mq.mesh import atomic, gate, ready
 from mq.stream import passing
 
 try:
@@ -137,6 +137,13 @@ Returns:
 """
 signal_waits: Final[Callable[[], int]] = _speed.signal_waits if COMPILED else _none
 """Whether a signal waits for the main thread to release a `Lock`."""
+take_back: Final[Callable[[threading.Lock, deque[object]], None]] = (
+    _speed.take_back if COMPILED else atomic.take_back
+)
+"""Takes a lock again after `mq.mesh.atomic.give_up`; compiled, it is a `Lock`.
+
+Compiled, no interrupt comes as it begins either, however many there are.
+"""
 renew: Final[Callable[[threading.Lock], None]] = methodcaller("_at_fork_reinit")
 """In a forked child: free a `Lock`, unless compiled and held by the thread that forked.
 

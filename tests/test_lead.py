@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from interrupter import Interrupter
 
 import mq
 from mq import signals, speed
+from mq.mesh import atomic
+from mq.mesh import changes as changes_module
 from mq.mesh import lead as lead_module
 from mq.mesh.changes import Changes
 from mq.mesh.lead import IDLE_SECONDS, Lead
@@ -356,7 +361,8 @@ def test_what_changes_as_a_piece_of_a_wait_ends_is_not_slept_over(lead: Lead) ->
 
     def change() -> None:
         with lead.lock:  # it is asleep
-            while current_frames()[main].f_code.co_name != "take_back":
+            at_end = ("take_back", "_acquire_restore")  # compiled it has no frame
+            while current_frames()[main].f_code.co_name not in at_end:
                 time.sleep(0)
             changed.append(True)
             lead._changes.notify_all()
@@ -397,25 +403,103 @@ class InterruptedLock:
         self._lock.release()
 
 
-@pytest.mark.parametrize("where", ["giving way", "waking up", "following"])
+def giving_up_the_lock(lead: Lead, where: str) -> Callable[[], object]:
+    """A call that gives up the lock and takes it back, for the thread that leads."""
+    me = threading.get_ident()
+    calls: dict[str, Callable[[], object]] = {
+        "giving way": lead._give_way,
+        "waking up": lambda: lead._wait_for_events(0.0, 0.0, me),
+        "following": lambda: lead._changes.wait(0.0),
+    }
+    return calls[where]
+
+
+places = pytest.mark.parametrize("where", ["giving way", "waking up", "following"])
+
+
+@places
 def test_an_interrupt_of_who_takes_the_lock_back_waits_until_it_is_taken(
-    lead: Lead, where: str
+    lead: Lead, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would release what is another thread's by then."""
+    for module in (lead_module, changes_module):  # as with nothing compiled
+        monkeypatch.setattr(module, "take_back", atomic.take_back)
     lock: Any = InterruptedLock()
     lead.lock = lock
     lead._wanted = True
     me = threading.get_ident()
     lead._leader = me
-    calls = {
-        "giving way": lead._give_way,
-        "waking up": lambda: lead._wait_for_events(1.0, 1.0, me),
-        "following": lambda: Changes(lock).wait(0.0),
-    }
+    lead._changes = Changes(lock)
+    call = giving_up_the_lock(lead, where)
     with lock:
         with pytest.raises(KeyboardInterrupt):
-            calls[where]()
+            call()
         assert lock.locked()
+
+
+@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
+@places
+def test_interrupts_one_upon_another_leave_who_waits_with_the_lock(
+    lead: Lead, where: str
+) -> None:
+    """The first comes as the lock is taken back, the second as that is tried again."""
+    me = threading.get_ident()
+    call = giving_up_the_lock(lead, where)
+    lead._wanted, lead._leader = True, me
+
+    def interrupt(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and frame.f_code.co_name == "take_back":
+            raise KeyboardInterrupt
+
+    before, profile = sys.gettrace(), sys.getprofile()
+    with lead.lock:
+        sys.settrace(interrupt)  # each ends with what it raises
+        sys.setprofile(interrupt)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                call()
+        finally:
+            sys.setprofile(profile)
+            sys.settrace(before)
+        assert lead.lock.locked()
+
+
+@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
+def test_handlers_run_and_raise_while_a_lock_is_taken_back() -> None:
+    """It is taken nevertheless, and what the last one raised comes then."""
+    lock = speed.Lock()
+    held = threading.Event()
+    handled = [threading.Event(), threading.Event()]
+    me = threading.get_ident()
+    taking = map(speed.take_back, [lock], [deque[object]()])
+    begin = sys._getframe().f_lineno
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        left = [event for event in handled if not event.is_set()]
+        if left and frame and frame.f_lineno == begin + 21:  # it is being taken
+            left[0].set()
+            raise KeyboardInterrupt(len(left))
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            for event in handled:
+                while not event.wait(0.01):
+                    signal.pthread_kill(me, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    thread = threading.Thread(target=hold)
+    try:
+        thread.start()
+        held.wait()
+        with pytest.raises(KeyboardInterrupt, match="1"):
+            next(taking)
+        assert speed.is_mine(lock)
+        speed.take_back(lock, deque())  # and now it does not wait for itself
+        lock.release()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_who_is_interrupted_before_the_lock_is_given_up_still_has_it(
@@ -436,17 +520,13 @@ def test_who_is_interrupted_before_the_lock_is_given_up_still_has_it(
         assert lead.lock.locked()
 
 
-@pytest.mark.parametrize("where", ["giving way", "waking up", "following"])
+@places
 def test_an_interrupt_between_any_bytecodes_leaves_who_waits_with_the_lock(
     lead: Lead, where: str
 ) -> None:
     """`with` releases it in any case, and would raise another error if it were free."""
     me = threading.get_ident()
-    calls = {
-        "giving way": lead._give_way,
-        "waking up": lambda: lead._wait_for_events(0.0, 0.0, me),
-        "following": lambda: lead._changes.wait(0.0),
-    }
+    call = giving_up_the_lock(lead, where)
     at, interrupts = 0, 0
     while True:
         at += 1
@@ -455,7 +535,7 @@ def test_an_interrupt_between_any_bytecodes_leaves_who_waits_with_the_lock(
         with lead.lock:
             try:
                 with interrupter.armed():
-                    calls[where]()
+                    call()
             except KeyboardInterrupt:
                 interrupts += 1
             assert lead.lock.locked(), interrupter.where

@@ -6,7 +6,8 @@ import threading
 from collections import deque
 
 from mq import signals
-from mq.mesh.atomic import give_up, take_back
+from mq.mesh.atomic import give_up
+from mq.speed import take_back
 
 
 class Changes(threading.Condition):

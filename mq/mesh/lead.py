@@ -21,13 +21,13 @@ from typing import Final, NoReturn, TypeVar
 from mq import forks, signals
 from mq.errors import Closed, ForkedProcess
 from mq.log import Log
-from mq.mesh.atomic import give_up, take_back
+from mq.mesh.atomic import give_up
 from mq.mesh.changes import Changes
 from mq.mesh.listeners import Listener, Listeners
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 from mq.mesh.recovery import abandon
-from mq.speed import Lock, is_mine, renew, signal_waits
+from mq.speed import Lock, is_mine, renew, signal_waits, take_back
 
 T = TypeVar("T")
 logger = Log(__name__)
