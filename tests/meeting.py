@@ -113,8 +113,8 @@ def store_port() -> Iterator[int]:
 
 
 def meet(spec: str | None, group: str = "g") -> Rendezvous:
-    """Open a rendezvous, with time enough for a loaded machine."""
-    return open_rendezvous(spec, group=group, secret=None, timeout=20.0)
+    """Open a rendezvous, with time for a loaded machine: env:// loads torch first."""
+    return open_rendezvous(spec, group=group, secret=None, timeout=60.0)
 
 
 @contextlib.contextmanager
