@@ -13,6 +13,7 @@ from bench import baselines, certificates, compare, plan, report
 from bench.progress import Progress, title
 from bench.rows import PLANNED, Cell, Result, Writer, environment
 from bench.runner import run_cell
+from mq.options import listed
 
 DESCRIPTION = """\
 Measure transports beside the bare library and the limits of this machine.
@@ -77,9 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _names(text: str) -> list[str]:
-    names = list(
-        dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
-    )
+    names = list(dict.fromkeys(listed(text)))
     if not names:
         raise argparse.ArgumentTypeError("no name given")
     return names

@@ -10,6 +10,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+from mq.seconds import positive_seconds
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """What stands between commas, without spaces around it and without nothing."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
 
 def names(option: str, given: object) -> tuple[str, ...]:
     """Several names, as a sequence or as text with commas between them.
@@ -18,7 +25,7 @@ def names(option: str, given: object) -> tuple[str, ...]:
         TypeError: It is neither.
     """
     if isinstance(given, str):
-        return tuple(name.strip() for name in given.split(","))
+        return listed(given) or (given,)
     if isinstance(given, Sequence) and all(isinstance(name, str) for name in given):
         return tuple(given)
     raise TypeError(f"{option} is names, as in ('a', 'b') or 'a,b', not {given!r}")
@@ -44,20 +51,17 @@ def whole(option: str, given: object, least: int, most: int) -> int:
     return number
 
 
-def seconds(option: str, given: object, most: float) -> float:
+def seconds(option: str, given: float, most: float) -> float:
     """A span of time.
 
     Raises:
         TypeError: It is no number.
-        ValueError: It is not above 0, or longer than `most`.
+        ValueError: It is not above 0 and finite, or longer than `most`.
     """
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
-        raise TypeError(f"{option} is a number of seconds, not {given!r}")
-    if not 0 < given <= most:
-        raise ValueError(
-            f"{option} is {given} s, but must be above 0 and at most {most:g} s"
-        )
-    return float(given)
+    span = positive_seconds(option, given)
+    if span > most:
+        raise ValueError(f"{option} is {given} s, but must be at most {most:g} s")
+    return span
 
 
 def switch(option: str, given: object) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mq import registry
-from mq.options import switch
+from mq.options import listed, switch
 from mq.seconds import positive_seconds
 
 FOUR_GIB: Final = 4 << 30
@@ -83,6 +83,14 @@ def resolve(
         sources[key] = "default" if not value else f"environment {variable}"
         return value or None
 
+    def pick_list(key: str, given: object, variable: str) -> tuple[str, ...]:
+        values, sources[key] = _strings(key, given), "argument"
+        if not values:
+            values, sources[key] = listed(env.get(variable, "")), "default"
+            if values:
+                sources[key] = f"environment {variable}"
+        return values
+
     chosen_backend = pick("backend", backend, "MQ_BACKEND")
     if chosen_backend is None:
         raise ValueError(
@@ -100,11 +108,7 @@ def resolve(
         chosen_name = _default_name()
     _check_text("group", chosen_group, 100)
     _check_text("name", chosen_name, 100)
-    listen_list = _strings("listen", listen or ())
-    sources["listen"] = "argument" if listen_list else "default"
-    if not listen_list and env.get("MQ_LISTEN"):
-        listen_list = tuple(x for x in env["MQ_LISTEN"].split(",") if x)
-        sources["listen"] = "environment MQ_LISTEN"
+    listen_list = pick_list("listen", listen or (), "MQ_LISTEN")
     attach_list = _strings("attach_to", attach_to)
     meeting = pick("rendezvous", rendezvous, "MQ_RENDEZVOUS")
     if meeting is None and not attach_list and _under_torchrun(env):
@@ -112,11 +116,7 @@ def resolve(
         sources["rendezvous"] = "torchrun's environment"
     elif meeting is None and (sources["listen"] == "argument" or attach_list):
         sources["rendezvous"] = "none: listen or attach_to was given"
-    label_list = _strings("labels", labels)
-    sources["labels"] = "argument" if label_list else "default"
-    if not label_list and env.get("MQ_LABELS"):
-        label_list = tuple(x for x in env["MQ_LABELS"].split(",") if x)
-        sources["labels"] = "environment MQ_LABELS"
+    label_list = pick_list("labels", labels, "MQ_LABELS")
     for label in label_list:
         _check_text("label", label, 255)
     in_all = sum(len(label.encode()) + 3 for label in label_list)

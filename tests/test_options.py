@@ -19,6 +19,7 @@ def test_what_can_mean_one_thing_only_counts() -> None:
     assert options.names("o", ()) == ()
     assert options.whole("o", np.int64(3), 1, 3) == 3
     assert options.seconds("o", 2, 5) == 2.0
+    assert options.seconds("o", np.int64(2), 5) == 2.0
     assert options.switch("o", False) is False
 
 
@@ -35,8 +36,9 @@ def test_what_can_mean_one_thing_only_counts() -> None:
         ("torchrpc", "threads", 65, ValueError, "is 65, but must be 1 to 64"),
         ("torchrpc", "infiniband", "no", TypeError, "True or False, not 'no'"),
         ("torchrpc", "infiniband", 1, TypeError, "True or False, not 1"),
-        ("torchrpc", "greeting_timeout", "5", TypeError, "of seconds, not '5'"),
-        ("torchrpc", "greeting_timeout", float("nan"), ValueError, "is nan s"),
+        ("torchrpc", "greeting_timeout", "5", TypeError, "is '5', not a number of s"),
+        ("torchrpc", "greeting_timeout", float("nan"), ValueError, "is nan"),
+        ("torchrpc", "greeting_timeout", 3601, ValueError, "at most 3600 s"),
         ("nng", "depth", "3", TypeError, "a whole number, 1 to 8192, not '3'"),
         ("nng", "depth", 1.5, TypeError, "a whole number, 1 to 8192, not 1.5"),
         ("nng", "depth", 0, ValueError, "is 0, but must be 1 to 8192"),

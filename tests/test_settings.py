@@ -38,8 +38,8 @@ def test_the_environment_fills_in_what_was_not_given() -> None:
         "MQ_GROUP": "g",
         "MQ_NAME": "n",
         "MQ_RENDEZVOUS": "tcp://127.0.0.1:1",
-        "MQ_LISTEN": "tcp://127.0.0.1:0,shm://x",
-        "MQ_LABELS": "a,b",
+        "MQ_LISTEN": "tcp://127.0.0.1:0, shm://x",
+        "MQ_LABELS": " a, b,",
         "MQ_SECRET": "twelve bytes",
     }
 
