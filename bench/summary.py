@@ -160,9 +160,9 @@ class Published(NamedTuple):
     milliseconds: float
 
 
-def published(path: Path = _PUBLISHED) -> tuple[dict[int, list[Published]], list[str]]:
+def published() -> tuple[dict[int, list[Published]], list[str]]:
     """Published latencies by size in bytes, and the conditions they hold under."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = _PUBLISHED.read_text(encoding="utf-8").splitlines()
     conditions = [line.lstrip("# ") for line in lines if line.startswith("#")]
     found: dict[int, list[Published]] = {}
     for row in csv.DictReader(line for line in lines if not line.startswith("#")):

@@ -39,8 +39,6 @@ class Interrupter:
     def _call(self, frame: FrameType, event: str, arg: object) -> Trace | None:
         if not any(part in frame.f_code.co_filename for part in _WATCHED):
             return None
-        if frame.f_code.co_name == "alarm":
-            return None  # what is raised where an object dies is lost, as everywhere
         frame.f_trace_opcodes = self.opcodes
         return self._line
 

@@ -284,7 +284,7 @@ class ScriptedNet:
         links: Who listens, by address.
         separated: Pairs of addresses between which nothing moves and dials hang.
         on_dial: Asked for each dial: "open", "hang", "fail" or "error".
-        tampers: Called with each message before it arrives; returns what arrives.
+        tamper: Called with each message before it arrives; returns what arrives.
     """
 
     def __init__(self, leads: Sequence[int] = (0,)) -> None:

@@ -28,7 +28,6 @@ class Scenario:
         self.world = world
         self.interrupter: Interrupter | None = None
         self.interrupted = 0
-        self.victims: list[str] = []
 
     def guard(self, member: Member, action: Callable[[], Any]) -> Any:
         """Run a call of the application as the driver does."""

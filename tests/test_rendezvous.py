@@ -102,11 +102,11 @@ def test_a_name_given_back_is_free_with_a_higher_generation(pair: Pair) -> None:
     """`remove` is idempotent, for the holder only, and the past is not forgotten."""
     one, two = pair
     first = one.claim(record("x", "a")).record
-    one.remove("x", "b" * 16)
+    one._store.remove("x", "b" * 16)
     assert names(two) == ["x"]
-    one.remove("x", "a" * 16)
-    one.remove("x", "a" * 16)
-    two.remove("never held", "a" * 16)
+    one._store.remove("x", "a" * 16)
+    one._store.remove("x", "a" * 16)
+    two._store.remove("never held", "a" * 16)
     assert names(two) == []
     second = two.claim(record("x", "b"))
     assert second.holder is None
@@ -150,7 +150,7 @@ def test_a_renewal_restores_a_record_that_is_gone(pair: Pair) -> None:
     """Whoever swept a member that lives is corrected by its next renewal."""
     one, two = pair
     mine = one.claim(record("x")).record
-    two.remove("x", mine.incarnation)
+    two._store.remove("x", mine.incarnation)
     assert one.renew(mine)
     eventually(lambda: names(two) == ["x"])
 
@@ -302,7 +302,9 @@ def test_all_of_many_silent_members_are_swept_and_the_lease_is_renewed(
         ]
         first = rendezvous.claim(record("first", "b")).record
         mine = rendezvous.claim(record("mine", "c")).record
-        rendezvous.remove(mine.name, mine.incarnation)  # its renewal shows by that
+        rendezvous._store.remove(
+            mine.name, mine.incarnation
+        )  # its renewal shows by that
         goes_on, looks, store = threading.Event(), [0], rendezvous._store
         ask, list_all = store.version, store.records
         list_all()  # as the age of some is counted from when they are seen first

@@ -188,7 +188,7 @@ def test_names_given_back_make_room_and_their_generations_grow(
         for generation in (1, 3, 5):
             won = member.claim(record(f"left {generation}")).record
             assert won.generation == generation
-            member.remove(won.name, won.incarnation)
+            member._store.remove(won.name, won.incarnation)
         member.claim(record("dead", lease=1e-6))
         assert member.claim(record("new")).holder is None
         with pytest.raises(ValueError, match="2 names"):

@@ -1,1 +1,4 @@
-"""The transports: one file a backend, loaded by `mq.registry` when asked for."""
+"""The transports: one public module a backend, loaded by `mq.registry` when asked for.
+
+Modules whose names begin with `_` and a backend's are parts of that one.
+"""

@@ -15,7 +15,6 @@ from pynng import ffi, lib
 from mq import addresses
 from mq.credentials import asked_name, check_dates, pem_files
 from mq.errors import TransportUnavailable
-from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.transport import Capabilities, Conn, What
 from transports._nng_conns import NngConn
@@ -23,8 +22,6 @@ from transports._nng_pair import engine
 from transports._nng_streams import Dialler, Listener, TlsOptions
 from transports._nng_tls import TlsChannel
 from transports.nng import NngLink
-
-logger = Log(__name__)
 
 _SCHEME = "tls+tcp"
 

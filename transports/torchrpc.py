@@ -21,7 +21,6 @@ import torch
 
 from mq import addresses, options
 from mq.errors import TransportUnavailable
-from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.transport import (
     LINGER_SECONDS,
@@ -41,8 +40,6 @@ from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import BadNote, Control, Greeting, Misfit
 from transports._torchrpc_signs import SIGN, SIGN_SECONDS, moving
 from transports._torchrpc_sockets import Sockets
-
-logger = Log(__name__)
 
 LOOK_SECONDS: Final = 0.05
 CONTROL_SECONDS: Final = 0.001

@@ -1,4 +1,4 @@
-"""Waits for file descriptors: the one place where our threads sleep in the kernel."""
+"""Waits for file descriptors, for whoever leads."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 from mq import speed
 from mq.buffers import cache_bytes, copy
-from mq.log import Log
 from mq.mesh.large import INLINE_BYTES, Large
 from mq.mesh.memory import Memory
 from mq.mesh.mesh import Mesh
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from mq.frames import Frames
     from mq.segments import Block
 
-logger = Log(__name__)
 
 COPY_BYTES_PER_SECOND: Final = 2e9
 """Assumed speed of copying a large message aside; see `_stream`."""

@@ -114,16 +114,8 @@ class Rendezvous:
         """
         return self._recent
 
-    def remove(self, name: str, incarnation: str) -> None:
-        """Give a name back if that incarnation holds it; else do nothing."""
-        with self._lock:
-            mine = self._mine.get(name)
-            if mine is not None and mine.incarnation == incarnation:
-                del self._mine[name]
-        self._store.remove(name, incarnation)
-
     def sweep(self, name: str, incarnation: str, *, proven: bool = True) -> None:
-        """`remove`, but soon: for a member that is dead, or was given up as silent.
+        """Soon free the name of a member that is dead, or was given up as silent.
 
         Args:
             proven: Whether it is known to be dead; else its record goes only if it was

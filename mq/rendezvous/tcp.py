@@ -37,6 +37,7 @@ from mq.rendezvous.service import Service, listen
 from mq.rendezvous.store import Store, bounded
 
 _RETRY_SECONDS: Final = 0.1
+_SERVE_SECONDS: Final = 10.0  # to look up the host, and for the files of its key
 
 
 def parse_address(spec: str) -> tuple[str, int]:
@@ -86,22 +87,19 @@ def _open_keyring(address: Address, timeout: float) -> DirectoryStore:
     return DirectoryStore(local_base(), group, shared=False, timeout=timeout)
 
 
-def serve(
-    host: str, port: int, secret: bytes | None = None, timeout: float = 10.0
-) -> Service:
+def serve(host: str, port: int, secret: bytes | None = None) -> Service:
     """Host a rendezvous in this process until the service is closed.
 
     Args:
         host: Name or number of an address of this host; only that one is bound.
         port: Port; 0 chooses one, see `Service.address`.
         secret: What members must know; None on loopback: the key of this user.
-        timeout: Seconds for looking up `host`.
 
     Raises:
         TransportUnavailable: The address is in use or not this host's, or is routable
             and there is no secret.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + _SERVE_SECONDS
     address = _resolve(host, port, deadline, threading.Event())
     try:
         listener, succeeds = listen(*address)
@@ -114,7 +112,7 @@ def serve(
         return Service(listener, secret, succeeds)
     try:
         bound = Address(address.family, listener.getsockname())
-        keyring = _open_keyring(bound, timeout)
+        keyring = _open_keyring(bound, _SERVE_SECONDS)
     except BaseException:
         listener.close()
         raise

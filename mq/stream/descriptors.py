@@ -32,7 +32,6 @@ class DescriptorConn(StreamConn):
         max_descriptors: How many may wait there before the connection is broken.
     """
 
-    passes_descriptors: ClassVar[bool] = True
     max_descriptors: ClassVar[int] = 64
 
     def __init__(self, link: StreamLink, address: str, news: What) -> None:

@@ -79,9 +79,7 @@ def stolen_seconds() -> list[float]:
     return [int(row[8]) / os.sysconf("SC_CLK_TCK") for row in rows[1:] if len(row) > 8]
 
 
-def wait_until(
-    holds: Callable[[], bool], what: str, timeout: float = STEP, every: float = 0.005
-) -> None:
+def wait_until(holds: Callable[[], bool], what: str, timeout: float = STEP) -> None:
     """Wait for a state of another process or of a counter, which tells nobody.
 
     Raises:
@@ -92,7 +90,7 @@ def wait_until(
     while not holds():
         if time.monotonic() > deadline:
             raise StepTimeout(f"waited {timeout} s for {what}")
-        never.wait(every)
+        never.wait(0.005)
 
 
 def current_frames() -> dict[int, FrameType]:

@@ -32,14 +32,12 @@ class Crew:
 
     Attributes:
         processes: By the collector's index.
-        restarts: How many have died and were started again.
     """
 
     def __init__(self, backend: str, group: str, task: Task) -> None:
         self._arguments = (backend, group, task)
         self._context = fork_server()  # who replaces a dead one begins at once
         self.processes: list[ForkServerProcess] = []
-        self.restarts = 0
 
     def __enter__(self) -> Crew:
         _, _, task = self._arguments
@@ -68,7 +66,6 @@ class Crew:
         for index, process in enumerate(self.processes):
             if process.exitcode:
                 self.processes[index] = self._start(index)
-                self.restarts += 1
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._end(_GRACE if kind is None else 0.0)
