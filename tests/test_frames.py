@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 import pytest
@@ -12,6 +13,7 @@ from mq.errors import CodecError
 from mq.frames import (
     ALIGNMENT,
     PLAIN,
+    SPREAD,
     TABLED,
     Frames,
     align,
@@ -108,13 +110,45 @@ def test_every_truncated_message_is_refused(
 
 
 @given(st.binary(max_size=100))
-def test_any_bytes_split_or_are_refused(area: bytes) -> None:
-    """Noise raises CodecError and nothing else."""
+def test_noise_raises_codec_error_and_nothing_else(noise: bytes) -> None:
+    """Unless it adds up by chance."""
+    for prefix in (b"", TABLED, SPREAD):
+        with contextlib.suppress(CodecError):
+            split(memoryview(prefix + noise))
+
+
+@given(
+    spread=st.booleans(),
+    of_areas=st.integers(0, 5),
+    sizes=st.lists(st.integers(0, 130), max_size=4),
+    skeleton=st.binary(max_size=40),
+    more=st.integers(-2, 2),
+)
+def test_what_adds_up_is_split_and_all_else_refused(
+    spread: bool, of_areas: int, sizes: list[int], skeleton: bytes, more: int
+) -> None:
+    """Each buffer where its size says, to the last byte."""
+    header = struct.pack(
+        "<4sII", SPREAD if spread else TABLED, len(skeleton), len(sizes)
+    )
+    header += struct.pack("<I", of_areas) if spread else b""
+    header += struct.pack(f"<{len(sizes)}Q", *sizes) + skeleton
+    end, places = len(header), list[tuple[int, int]]()
+    for size in sizes:
+        start = align(end)
+        end = start + size
+        places.append((start, end))
+    area = (header + bytes(range(256)) * 3)[: end + more]
+    adds_up = more == 0 and (not spread or 1 <= of_areas <= len(sizes))
     try:
-        skeleton, buffers, _ = split(memoryview(TABLED + area))
+        found, buffers, areas = split(memoryview(area))
     except CodecError:
+        assert not adds_up
         return
-    assert skeleton.nbytes + sum(b.nbytes for b in buffers) <= len(area)
+    assert adds_up
+    assert len(areas) == of_areas * spread
+    assert found == skeleton
+    assert [*buffers, *areas] == [area[start:end] for start, end in places]
 
 
 @pytest.mark.parametrize("size", [2**64 - 1, 2**63, 2**63 - 1, 2**32, 100])
