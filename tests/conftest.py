@@ -20,6 +20,7 @@ import pytest
 import torch
 from needs import pytest_configure, pytest_runtest_makereport
 from shared_memory import SlowSystem
+from world import INLINE_BYTES
 
 from mq import speed
 from mq.errors import TransportUnavailable
@@ -119,6 +120,12 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"the test left {', '.join(sorted(left))}")
         threading.Event().wait(0.02)  # the end of an engine's thread tells nobody
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the scripted network payloads above `world.INLINE_BYTES` are large ones."""
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
 
 
 @pytest.fixture

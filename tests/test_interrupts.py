@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 from interrupter import Interrupter, Point
-from world import WHOLE_BYTES, Got, Member, World
+from world import INLINE_BYTES, WHOLE_BYTES, Got, Member, World
 
 from mq.errors import MessagesLost
 from mq.lending import BLOCK_BYTES
 
 EVERYWHERE = "MQ_INTERRUPT_EVERYWHERE" in os.environ
-INLINE_BYTES = 128
 TURN_BYTES = 500  # two chunks: large messages take several turns
 
 
@@ -215,8 +214,7 @@ def check_all_works(world: World, scenario: Scenario, where: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+def _small_turns(small_messages: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mq.mesh.publisher.cores", lambda: 8)
     for module in ("reader", "session"):
         monkeypatch.setattr(f"mq.mesh.{module}.BYTES_PER_TURN", TURN_BYTES)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 from scripted import Parcel, ScriptedConn
-from world import CHUNK_BYTES, Got, Member, World
+from world import CHUNK_BYTES, INLINE_BYTES, Got, Member, World
 
 from mq.errors import MessagesLost
 from mq.mesh import handshake as hs
@@ -18,12 +18,7 @@ from mq.mesh.dial import ATTEMPT_SECONDS, MAX_GREETERS, Dial
 from mq.mesh.greeting import GREET_SECONDS
 from mq.mesh.reader import MALFORMED_LIMIT, REST_SECONDS
 
-INLINE_BYTES = 128
-
-
-@pytest.fixture(autouse=True)
-def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+pytestmark = pytest.mark.usefixtures("small_messages")
 
 
 @dataclass

@@ -29,10 +29,7 @@ from mq.mesh.listeners import Listeners
 from mq.mesh.outgoing import Topic
 from mq.mesh.ready import pop_ready
 
-
-@pytest.fixture(autouse=True)
-def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
+pytestmark = pytest.mark.usefixtures("small_messages")
 
 
 def test_a_large_retained_message_stays_whole() -> None:

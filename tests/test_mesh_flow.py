@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from scripted import Parcel, ScriptedConn
-from world import Got, Member, World
+from world import INLINE_BYTES, Got, Member, World
 
 from mq.errors import CodecError, MessagesLost, MessageTooLarge
 from mq.frames import Frames
@@ -19,13 +19,10 @@ from mq.mesh.outgoing import BATCH_MESSAGES
 from mq.mesh.subscription import Subscription
 from mq.mesh.waiting import _who_lags
 
-INLINE_BYTES = 128
 LARGE = bytes(range(251)) * 8
 
 
-@pytest.fixture(autouse=True)
-def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+pytestmark = pytest.mark.usefixtures("small_messages")
 
 
 def subscribed(*names: str, keep: int | None = None, depth: int = 1000) -> World:

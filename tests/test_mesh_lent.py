@@ -22,10 +22,9 @@ LARGE = bytes(range(250)) * 16
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(small_messages: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A publisher `a` and a subscriber `b` that read each other's memory."""
     monkeypatch.setattr("mq.mesh.publisher.cores", lambda: 8)
-    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
     monkeypatch.setattr("mq.mesh.copying.PIECE_BYTES", PIECE_BYTES)
     world = World("a", "b", lends=dict.fromkeys("abc", LIMIT))
     yield world

@@ -21,10 +21,9 @@ LARGE = bytes(range(250)) * 16
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(small_messages: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A publisher `a`, and for others that join memory that both ends read."""
     monkeypatch.setattr("mq.mesh.publisher.cores", lambda: 8)
-    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
     world = World("a", lends=dict.fromkeys("ab", LIMIT))
     yield world
     world.close()

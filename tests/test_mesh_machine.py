@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from scripted import Parcel, ScriptedConn, numbered
-from world import Got, Member, World
+from world import INLINE_BYTES, Got, Member, World
 
 from mq.errors import MessagesLost
 from mq.lending import BLOCK_BYTES
@@ -30,7 +30,6 @@ from mq.mesh.wire import Subscribed
 NAMES = ("a", "b", "c", "d", "e")
 TOPICS = ("t", "u")
 PEER_TIMEOUT = 4.0
-INLINE_BYTES = 128
 PIECE_BYTES = 500
 FIRST_BYTES, LEAST_BYTES = 400, 150  # of a message over a new, or a slow, connection
 TURN_BYTES = 700  # a few chunks: most large messages take several turns
@@ -502,10 +501,9 @@ settings.register_profile(
 
 @pytest.mark.slow
 def test_any_interleaving_of_faults_keeps_the_contract(
-    monkeypatch: pytest.MonkeyPatch,
+    small_messages: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No loss, no double, no gap unreported, no stuck credit, nothing left behind."""
-    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
     monkeypatch.setattr("mq.mesh.publisher.cores", lambda: 8)
     monkeypatch.setattr("mq.mesh.copying.PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr("mq.mesh.session.BYTES_PER_TURN", TURN_BYTES)

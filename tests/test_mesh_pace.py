@@ -185,10 +185,12 @@ def test_a_wire_that_becomes_slow_is_noticed() -> None:
 @pytest.mark.parametrize("lost", [0, 1, 2])
 @pytest.mark.parametrize("leads", [(0,), (8,), (8, 0)])
 def test_parts_that_were_lost_are_sent_again(
-    lost: int, leads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    lost: int,
+    leads: tuple[int, ...],
+    small_messages: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As parts, or what of them has not left as a whole: the message is the same."""
-    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
     monkeypatch.setattr("mq.mesh.pace.FIRST_BYTES", 400)
     world = World("a", "b", wholes="ab", leads=leads)
     world["b"].subscribe("t")
@@ -212,10 +214,10 @@ def test_parts_that_were_lost_are_sent_again(
 @pytest.mark.parametrize("wholes", ["", "ab"])
 def test_what_an_interrupt_has_framed_again_is_framed_alike(
     wholes: str,
+    small_messages: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However much the wire takes by then: its peer has the one and drops the other."""
-    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
     monkeypatch.setattr("mq.mesh.pace.FIRST_BYTES", 400)
     world = World("a", "b", wholes=wholes)
     a, b = world["a"], world["b"]

@@ -14,9 +14,7 @@ from mq.mesh.subscriber import SUBSCRIPTIONS_PER_FRAME
 LARGE = bytes(range(251)) * 8
 
 
-@pytest.fixture(autouse=True)
-def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
+pytestmark = pytest.mark.usefixtures("small_messages")
 
 
 def subscribed(**options: int) -> World:

@@ -16,9 +16,7 @@ TOO_LARGE = LARGE * 2
 assert len(LARGE) <= WHOLE_BYTES < len(TOO_LARGE)
 
 
-@pytest.fixture(autouse=True)
-def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
+pytestmark = pytest.mark.usefixtures("small_messages")
 
 
 def subscribed(wholes: str = "ab", **options: object) -> tuple[World, Member, Member]:

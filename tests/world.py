@@ -24,10 +24,10 @@ from mq.process import ProcessId
 
 CHUNK_BYTES = 256
 """Body size of the scripted links."""
+INLINE_BYTES = 128
+"""Messages up to this size are small ones, in tests with `small_messages`."""
 HEADER_BYTES = ALIGNMENT
 """Payloads up to this size are all header; the rest of larger ones is a buffer."""
-
-
 PIECE_BYTES = 300
 """The same of bodies that are tensors."""
 WHOLE_BYTES = 1600
