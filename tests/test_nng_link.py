@@ -383,7 +383,7 @@ def test_a_forked_child_lets_go_and_leaves_the_parent_alone(wire: str) -> None:
                     status = 0
             finally:
                 os._exit(status)
-        assert _exit_status(child) == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         world.send(dialled, b"still here")
         received = world.members[1].received.setdefault(accepted, [])
         world.until(lambda: bool(received), "a message after the fork")
@@ -402,7 +402,7 @@ def test_a_forked_child_keeps_a_listener_that_is_not_the_links() -> None:
                     listening((host, port)) for host in ("127.0.0.1", "127.0.0.2")
                 )
                 os._exit(not (ours < 0 <= theirs))
-            assert _exit_status(child) == 0
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -441,11 +441,6 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent(wire: str) -> None
                 world.lost(0, member.conns(What.ACCEPTED)[0])
             finally:
                 os.kill(child, signal.SIGKILL)  # it was alive all the time
-
-
-def _exit_status(pid: int) -> int:
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
 
 
 # -- addresses and options ----------
