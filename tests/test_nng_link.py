@@ -132,7 +132,7 @@ def test_silent_strangers_take_few_descriptors_and_not_for_long(
                 functools.partial(lambda n: link.malformed >= n - 4, count), "the next"
             )
         world.until(lambda: len(link.strangers) == 4, "the last of them")
-        monkeypatch.setattr("transports.nng._GREETING_SECONDS", 0.2)
+        monkeypatch.setattr("mq.stream.listening._GREETING_SECONDS", 0.2)
         world.until(lambda: not link.conns, "their end")
         assert link.malformed == 6
 
@@ -337,7 +337,7 @@ def test_a_listener_without_descriptors_rests_for_a_while(
     wire: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And then takes whoever has come meanwhile."""
-    monkeypatch.setattr("transports.nng._DEAF_SECONDS", 1.0)
+    monkeypatch.setattr("mq.stream.listening.DEAF_SECONDS", 1.0)
     with World(WIRES[wire], 1) as world, socket.socket() as stranger:
         (member,) = world.members
         world.until(lambda: True, "rest")

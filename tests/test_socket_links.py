@@ -258,7 +258,7 @@ def test_accepting_goes_on_after_descriptors_ran_out(name: str) -> None:
         refusals = iter([OSError(errno.EMFILE, os.strerror(errno.EMFILE))])
 
         class Exhausted:
-            fileno, close = listener.fileno, listener.close
+            fileno, listen, close = listener.fileno, listener.listen, listener.close
 
             def accept(self) -> Any:
                 for error in refusals:

@@ -8,7 +8,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from mq.transport import LINGER_SECONDS, MAX_HEAD_BYTES, Conn, Event, What
 from transports._nng_pair import PREFIX_BYTES, Channel
@@ -90,12 +90,12 @@ class NngConn(Conn):
             sock.close()
             self.fail(f"cannot dial {self.address}: {os.strerror(code)}")
         else:
-            self.start(lambda: self._link.channel(sock))
+            self.start(sock)
 
-    def start(self, make: Callable[[], Channel]) -> None:
+    def start(self, connected: Any) -> None:
         """Have the engine take the connection, and greet the peer."""
         try:
-            channel = self._channel = make()
+            channel = self._channel = self._link.channel(connected)
         except OSError as error:
             self.fail(f"cannot open {self.address}: {error}")
             return

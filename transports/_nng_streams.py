@@ -113,8 +113,8 @@ class Listener:
         self._fd = listening(at)
         self._inode = inode(self._fd)
 
-    def listen(self) -> None:
-        """Have the next connection taken."""
+    def listen(self, backlog: int = 0) -> None:
+        """Have the next connection taken; NNG decides how many may wait."""
         self._operation.begin(
             lambda aio: lib.nng_stream_listener_accept(self._listener, aio)
         )
@@ -123,19 +123,20 @@ class Listener:
         """Readable when somebody has connected."""
         return self._operation.fd
 
-    def accept(self) -> Any:
-        """The next connection's stream, or None.
+    def accept(self) -> tuple[Any, None]:
+        """The next connection's stream; of its peer nothing is known.
 
         Raises:
+            BlockingIOError: There is none.
             OSError: It could not be accepted; after that `listen` is needed again.
         """
         operation = self._operation
         if not operation.has_ended():
-            return None
+            raise BlockingIOError
         check(operation.finish())
         stream = operation.output()
         self.listen()
-        return stream
+        return stream, None
 
     def close(self) -> None:
         """Stop listening."""

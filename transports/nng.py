@@ -14,45 +14,36 @@ message of either end, and bye, the last of the end that closes.
 from __future__ import annotations
 
 import errno
-import select
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from pynng import lib
 
 from mq import addresses, options
-from mq.descriptors import most_open
-from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.stream.files import SocketFiles
+from mq.stream.listening import Listening
 from mq.stream.names import Names
 from mq.stream.sockets import bound_tcp, bound_unix, unpace
-from mq.stream.watching import EVENTS, Watching
+from mq.stream.watching import EVENTS
 from mq.transport import (
     LINGER_SECONDS,
     MAX_HEAD_BYTES,
     Capabilities,
     Conn,
     Event,
-    Link,
     What,
 )
 from transports._nng_conns import NngConn
 from transports._nng_pair import PREFIX_BYTES, Channel, Pair, engine
 
-logger = Log(__name__)
-
-_GREETING_SECONDS = 5.0
-_DEAF_SECONDS = 0.5
-_STRANGERS = 128
 _HEADROOM_BYTES = 64 * 1024
 _SEND_BYTES = 4 << 20  # of a unix socket: up to a fifth faster than the default
-_BACKLOG = 1024
 
 
-class NngLink(Watching[NngConn], Link):
+class NngLink(Listening[NngConn]):
     """NNG's Pair0 over unix and TCP sockets.
 
     Host names are looked up by a thread, and each address of one is tried in turn.
@@ -73,19 +64,11 @@ class NngLink(Watching[NngConn], Link):
             raise ValueError(f"wires are 'ipc', 'tcp' or both, not {wires!r}")
         depth = options.whole("depth", depth, 1, 8192)
         super().__init__()
-        self.malformed = 0
-        self.busy: dict[NngConn, bool] = {}  # and whether it is readable
-        self.conns: dict[NngConn, None] = {}
-        self.closing: dict[NngConn, float] = {}
-        self.strangers: dict[NngConn, float] = {}
         self.freeing: list[Channel] = []
         self._names = Names()
         self._wires = tuple(wires)
         self._depth = depth
-        self._listeners: list[socket.socket] = []
-        self._deaf: dict[int, tuple[float, Callable[[], None]]] = {}
         self._files = SocketFiles("nng")
-        self._open = False
 
     @classmethod
     def unusable(cls) -> str | None:
@@ -104,7 +87,7 @@ class NngLink(Watching[NngConn], Link):
                 addresses.check(address, self._wires, "nng")
         engine.use()
         engine.links += 1
-        self._open = True
+        self._is_open = True
         self._begin_watching(poller)
         try:
             bound = [self._listen(address, directory) for address in wanted]
@@ -123,57 +106,28 @@ class NngLink(Watching[NngConn], Link):
         except OSError as error:
             number = error.errno or errno.EINVAL
             raise OSError(number, f"cannot listen on {address}: {error}") from error
-        self._listeners.append(sock)
         if wire == "ipc":
             self._files.add(rest)
         sock.setblocking(False)
-        sock.listen(_BACKLOG)
         self._hear(sock)
         if wire == "ipc":
             return address
         host = addresses.split(address)[0]
         return f"{wire}://{addresses.reachable_host(host)}:{sock.getsockname()[1]}"
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, peer = listener.accept()
-        except (BlockingIOError, ConnectionError):  # it has left again
-            return
-        except OSError as error:  # no descriptor is free: do not spin
-            self._rest(listener.fileno(), error, lambda: self._hear(listener))
-            return
-        address = "ipc"
+    def name_peer(self, peer: Any) -> str:
         if isinstance(peer, tuple):
-            address = f"tcp://{addresses.bracketed(peer[0])}:{peer[1]}"
-        self.admit(address).start(lambda: self.channel(sock))
+            return f"tcp://{addresses.bracketed(peer[0])}:{peer[1]}"
+        return "ipc"
 
-    def _rest(self, fd: int, error: OSError, hear: Callable[[], None]) -> None:
-        """A listener could not accept: have `hear` listen to it again in a while."""
-        logger.warning("cannot accept a connection: %s", error)
-        self._deaf[fd] = time.monotonic() + _DEAF_SECONDS, hear
-        self.unwatch(fd)
-
-    def admit(self, address: str) -> NngConn:
-        """A connection that a peer began; it is a stranger until it says hello."""
-        self._turn_away(most_open(_STRANGERS, NngConn.descriptors_taken) - 1)
-        conn = NngConn(self, address, What.ACCEPTED)
+    def _new(self, address: str, news: What) -> NngConn:
+        conn = NngConn(self, address, news)
         self.conns[conn] = None
-        self.strangers[conn] = time.monotonic()
         return conn
-
-    def _turn_away(self, most: int) -> None:
-        """Drop strangers that have had their time, and the oldest beyond so many."""
-        late = time.monotonic() - _GREETING_SECONDS
-        for stranger, since in list(self.strangers.items()):
-            if since > late and len(self.strangers) <= most:
-                return
-            self.malformed += 1
-            stranger.drop()
 
     def dial(self, address: str) -> Conn:
         addresses.check(address, self._wires, "nng")
-        conn = NngConn(self, address, What.OPENED)
-        self.conns[conn] = None
+        conn = self._new(address, What.OPENED)
         try:
             family, target = self._target(address)
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -194,7 +148,7 @@ class NngLink(Watching[NngConn], Link):
             return socket.AF_UNIX, rest
         return self._names.targets(*addresses.split(address))[0]
 
-    def channel(self, sock: socket.socket) -> Channel:
+    def channel(self, sock: Any) -> Channel:
         """Give a connected socket to NNG.
 
         Raises:
@@ -214,24 +168,16 @@ class NngLink(Watching[NngConn], Link):
         return PREFIX_BYTES + MAX_HEAD_BYTES + self.chunk_bytes + _HEADROOM_BYTES
 
     def forget(self, conn: NngConn) -> None:
-        """A connection is over."""
         if conn.news is What.OPENED and isinstance(conn.target, tuple):
             # Unless another stands there: this dial was begun beside that.
             if not any(c.news is None and c.target == conn.target for c in self.conns):
                 self._names.failed(addresses.split(conn.address)[0], conn.target[0])
-        self.conns.pop(conn, None)
-        self.busy.pop(conn, None)
-        self.closing.pop(conn, None)
-        self.strangers.pop(conn, None)
-
-    def _hear(self, listener: socket.socket) -> None:
-        fd = listener.fileno()
-        self.watch(fd, select.EPOLLIN, lambda: self._accept(listener))
+        super().forget(conn)
 
     # -- events ----------
 
     def poll(self) -> Iterator[Event]:
-        if not self._open:
+        if not self._is_open:
             return
         for fd, _ in self._epoll.poll(0, EVENTS):
             conn = self._readers.get(fd)
@@ -239,25 +185,13 @@ class NngLink(Watching[NngConn], Link):
                 self.busy[conn] = True
             else:
                 self._look()
-        if self.closing or self._deaf:
+        if self.closing or self.strangers or self._deaf:
             self._expire()
-        if self.strangers:
-            self._turn_away(_STRANGERS)
         if self.freeing:
             self._still_freeing()
         for conn in list(self.busy):
             if (readable := self.busy.pop(conn, None)) is not None:
                 yield from conn.report(readable)
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for conn, deadline in list(self.closing.items()):
-            if now >= deadline:
-                conn.drop()
-        for fd, (until, hear) in list(self._deaf.items()):
-            if now >= until:
-                del self._deaf[fd]
-                hear()
 
     def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
         return addresses.rank(candidates, self._wires, same_host)
@@ -266,7 +200,7 @@ class NngLink(Watching[NngConn], Link):
         return addresses.is_routable(address, self._wires)
 
     def close(self, linger: float = LINGER_SECONDS) -> None:
-        if not self._open:
+        if not self._is_open:
             return
         try:
             self._stop_listening()
@@ -285,11 +219,7 @@ class NngLink(Watching[NngConn], Link):
         return bool(self.freeing)
 
     def _stop_listening(self) -> None:
-        for listener in self._listeners:
-            self.unwatch(listener.fileno())
-            listener.close()
-        self._listeners.clear()
-        self._deaf.clear()
+        super()._stop_listening()
         self._files.remove()
 
     def _free(self) -> None:
@@ -298,18 +228,9 @@ class NngLink(Watching[NngConn], Link):
         deadline = time.monotonic() + LINGER_SECONDS
         while self._still_freeing() and time.monotonic() < deadline:
             time.sleep(0.0005)  # NNG closes descriptors in a thread that tells nobody
-        self._open = False
+        self._is_open = False
         engine.links -= 1
         self._end_watching()
-
-    def abandon(self) -> None:
-        # What NNG has is let go of by the fork itself.
-        self._open = False
-        for conn in self.conns:
-            conn.abandon()
-        for listener in self._listeners:
-            listener.close()
-        self._abandon_watching()
 
 
 class NngIpcLink(NngLink):

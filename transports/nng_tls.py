@@ -6,9 +6,8 @@ Connections are NNG's TLS streams, not sockets of its patterns: see `_nng_tls`.
 from __future__ import annotations
 
 import errno
-import select
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pynng import ffi, lib
 
@@ -18,7 +17,7 @@ from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from mq.transport import Capabilities, Conn, What
 from transports._nng_conns import NngConn
-from transports._nng_pair import engine
+from transports._nng_pair import Channel, engine
 from transports._nng_streams import Dialler, Listener, TlsOptions
 from transports._nng_tls import TlsChannel
 from transports.nng import NngLink
@@ -56,7 +55,6 @@ class NngTlsLink(NngLink):
         self._wires = (_SCHEME,)
         self._server_name = asked_name(server_name)
         self._tls: TlsOptions | None = None
-        self._doors: list[Listener] = []
 
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
@@ -79,35 +77,25 @@ class NngTlsLink(NngLink):
         host, port = addresses.split(address)
         try:
             numeric = addresses.numeric_host("0.0.0.0" if host == "*" else host)
-            door = Listener(f"{_SCHEME}://{numeric}:{port}", self._tls.server)
+            listener = Listener(f"{_SCHEME}://{numeric}:{port}", self._tls.server)
         except OSError as error:
             raise OSError(
                 error.errno or errno.EADDRNOTAVAIL,
                 f"cannot listen on {address}: {error}",
             ) from error
-        self._doors.append(door)
-        self._hear_at(door)
-        return f"{_SCHEME}://{addresses.reachable_host(host)}:{door.port}"
+        self._hear(listener)
+        return f"{_SCHEME}://{addresses.reachable_host(host)}:{listener.port}"
 
-    def _hear_at(self, door: Listener) -> None:
-        door.listen()
-        self.watch(door.fileno(), select.EPOLLIN, lambda: self._greet(door))
+    def name_peer(self, peer: Any) -> str:
+        return _SCHEME
 
-    def _greet(self, door: Listener) -> None:
-        try:
-            stream = door.accept()
-        except OSError as error:  # no descriptor is free: do not spin
-            self._rest(door.fileno(), error, lambda: self._hear_at(door))
-            return
-        if stream is not None:
-            conn = self.admit(_SCHEME)
-            conn.start(lambda: TlsChannel(stream, self.largest))
+    def channel(self, stream: Any) -> Channel:
+        return TlsChannel(stream, self.largest)
 
     def dial(self, address: str) -> Conn:
         addresses.check(address, self._wires, "nng")
         assert self._tls is not None
-        conn = NngConn(self, address, What.OPENED)
-        self.conns[conn] = None
+        conn = self._new(address, What.OPENED)
         try:
             dialler = Dialler(address, self._tls.client(addresses.split(address)[0]))
         except OSError as error:
@@ -122,16 +110,9 @@ class NngTlsLink(NngLink):
         except OSError as error:
             conn.fail(f"cannot dial {conn.address}: {error}")
         else:
-            conn.start(lambda: TlsChannel(stream, self.largest))
+            conn.start(stream)
         finally:
             dialler.close()
-
-    def _stop_listening(self) -> None:
-        super()._stop_listening()
-        for door in self._doors:
-            self.unwatch(door.fileno())
-            door.close()
-        self._doors.clear()
 
     def _free(self) -> None:
         super()._free()

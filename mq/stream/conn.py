@@ -94,6 +94,7 @@ class StreamConn(Framing):
 
     def start(self, sock: socket.socket) -> None:
         """The connection stands: shake hands, then say hello."""
+        sock.setblocking(False)
         self._socket = sock
         self.fd = sock.fileno()
         try:

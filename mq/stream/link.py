@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
-from mq.descriptors import most_open
-from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.stream.conn import StreamConn
-from mq.stream.watching import EVENTS, Watching
-from mq.transport import LINGER_SECONDS, Conn, Event, Link, What
+from mq.stream.listening import Listening
+from mq.stream.watching import EVENTS
+from mq.transport import LINGER_SECONDS, Conn, Event, What
 
-logger = Log(__name__)
-
-_BACKLOG: Final = 1024
-_ACCEPTS: Final = 32  # at a time, before the others have their turn
-_STRANGERS: Final = 128
-_GREETING_SECONDS: Final = 5.0
-_DEAF_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 0.005
 
 
-class StreamLink(Watching[StreamConn], Link):
+class StreamLink(Listening[StreamConn]):
     """Stream sockets without waiting: one descriptor for each connection.
 
     A subclass says which sockets there are: `bind`, `targets`, and what it does with
@@ -35,25 +26,10 @@ class StreamLink(Watching[StreamConn], Link):
     Attributes:
         hello: What both ends of a connection say first, of `HELLO_BYTES`.
         conn_class: What its connections are.
-        busy: Connections to be looked at by the next `poll`.
-        conns: All connections, until they are closed.
-        closing: Those that still deliver, and until when.
-        strangers: Those accepted that have not said hello, and since when.
     """
 
     hello: ClassVar[bytes] = b"MQSTRM\1\n"
     conn_class: ClassVar[type[StreamConn]] = StreamConn
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.malformed = 0
-        self.busy: dict[StreamConn, None] = {}
-        self.conns: dict[StreamConn, None] = {}
-        self.closing: dict[StreamConn, float] = {}
-        self.strangers: dict[StreamConn, float] = {}
-        self._listeners: list[socket.socket] = []
-        self._deaf: dict[socket.socket, float] = {}
-        self._is_open = False
 
     # -- what a subclass says ----------
 
@@ -106,46 +82,14 @@ class StreamLink(Watching[StreamConn], Link):
 
     def _listen(self, address: str, directory: str | None) -> str:
         sock, advertised = self.bind(address, directory)
-        self._listeners.append(sock)
         sock.setblocking(False)
-        sock.listen(_BACKLOG)
         self._hear(sock)
         return advertised
-
-    def _hear(self, listener: socket.socket) -> None:
-        fd = listener.fileno()
-        self.watch(fd, select.EPOLLIN, lambda: self._accept(listener))
-
-    def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_ACCEPTS):
-            try:
-                sock, peer = listener.accept()
-            except (BlockingIOError, ConnectionError):  # none, or it has left again
-                return
-            except OSError as error:  # out of descriptors: for a while, or one is free
-                logger.warning("cannot accept a connection: %s", error)
-                self.unwatch(listener.fileno())
-                self._deaf[listener] = time.monotonic() + _DEAF_SECONDS
-                return
-            sock.setblocking(False)
-            conn = self._new(self.name_peer(peer), What.ACCEPTED)
-            self.strangers[conn] = time.monotonic()
-            if len(self.strangers) > most_open(_STRANGERS):
-                self._turn_away(next(iter(self.strangers)))
-            conn.start(sock)
-
-    def name_peer(self, peer: Any) -> str:
-        """The address of an accepted peer, for people to read."""
-        return str(peer)
 
     def _new(self, address: str, news: What) -> StreamConn:
         conn = self.conn_class(self, address, news)
         self.conns[conn] = None
         return conn
-
-    def _turn_away(self, stranger: StreamConn) -> None:
-        self.malformed += 1
-        stranger.drop()
 
     def dial(self, address: str) -> Conn:
         try:
@@ -163,13 +107,6 @@ class StreamLink(Watching[StreamConn], Link):
         """Have the next `poll` look at a connection."""
         if conn in self.conns:
             self.busy[conn] = None
-
-    def forget(self, conn: StreamConn) -> None:
-        """A connection is over."""
-        self.conns.pop(conn, None)
-        self.busy.pop(conn, None)
-        self.closing.pop(conn, None)
-        self.strangers.pop(conn, None)
 
     # -- events ----------
 
@@ -195,18 +132,9 @@ class StreamLink(Watching[StreamConn], Link):
                 yield from conn.report()
 
     def _expire(self) -> None:
-        now = time.monotonic()
-        for conn, deadline in list(self.closing.items()):
-            if now >= deadline or conn.delivered():
-                conn.drop()
-        for stranger, since in list(self.strangers.items()):
-            if now < since + _GREETING_SECONDS:
-                break
-            self._turn_away(stranger)
-        for listener, until in list(self._deaf.items()):
-            if now >= until:
-                del self._deaf[listener]
-                self._hear(listener)
+        for conn in [conn for conn in self.closing if conn.delivered()]:
+            conn.drop()
+        super()._expire()
 
     # -- closing ----------
 
@@ -227,19 +155,3 @@ class StreamLink(Watching[StreamConn], Link):
                 conn.drop()
             self._is_open = False
             self._end_watching()
-
-    def _stop_listening(self) -> None:
-        self._deaf.clear()
-        for listener in self._listeners:
-            self.unwatch(listener.fileno())
-            listener.close()
-        self._listeners.clear()
-
-    def abandon(self) -> None:
-        # The sets of descriptors are shared with the parent: nothing is taken out.
-        self._is_open = False
-        for conn in self.conns:
-            conn.abandon()
-        for listener in self._listeners:
-            listener.close()
-        self._abandon_watching()
