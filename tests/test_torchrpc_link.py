@@ -320,7 +320,7 @@ def test_accepting_goes_on_after_descriptors_ran_out() -> None:
 
 
 def test_silent_strangers_are_closed() -> None:
-    """Their number and their time are bounded."""
+    """Their number and their time are bounded; they count as on every link."""
     hasty = functools.partial(TorchRpcLink, greeting_timeout=0.3)
     with World(hasty, 1) as world, contextlib.ExitStack() as stack:
         world.nap = 0.1
@@ -334,6 +334,7 @@ def test_silent_strangers_are_closed() -> None:
         world.until(lambda: len(link._sockets.strangers) == 5, "five strangers")
         world.until(lambda: not link._sockets.strangers, "all of them to be closed")
         assert all(end.recv(1) == b"" for end in ends)
+        assert link.malformed == 5
 
 
 # -- calls ----------

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mq import forks
 from mq.descriptors import most_open
 from mq.log import Log
+from mq.stream.listening import DEAF_SECONDS
 from mq.stream.names import Names
 from transports import _torchrpc_control as control
 from transports._torchrpc_control import BadNote, Control, Misfit
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 logger = Log(__name__)
 
-DEAF_SECONDS: Final = 0.5
-"""How long a listener rests that could not accept for want of descriptors."""
 MAX_STRANGERS: Final = 256
 """Sockets that have not greeted yet; beyond, the oldest is closed."""
 
@@ -94,8 +93,7 @@ class Sockets:
         if conn is not None:
             self.conns[sock.fd] = conn
         if len(self.strangers) > most_open(MAX_STRANGERS):
-            oldest = self._controls[next(iter(self.strangers))]
-            self._drop(oldest, "too many strangers")
+            self._turn_away(next(iter(self.strangers)), "too many strangers")
 
     def know(self, sock: Control, conn: RpcConn) -> None:
         """A stranger has greeted, and is the peer of this connection."""
@@ -126,8 +124,7 @@ class Sockets:
     def expire(self, now: float) -> None:
         """Close the strangers that have not greeted in time; listen again."""
         for fd in [fd for fd, until in self.strangers.items() if until < now]:
-            reason = f"no greeting within {self._greeting_timeout:g} s"
-            self._drop(self._controls[fd], reason)
+            self._turn_away(fd, f"no greeting within {self._greeting_timeout:g} s")
         for fd in [fd for fd, until in self._deaf.items() if until < now]:
             del self._deaf[fd]
             self.epoll.register(fd, select.EPOLLIN)
@@ -175,6 +172,10 @@ class Sockets:
         self.forget(sock)
         if conn is not None:
             conn.control_ended()
+
+    def _turn_away(self, fd: int, reason: str) -> None:
+        self._link.malformed += fd not in self.conns  # else LOST tells of it
+        self._drop(self._controls[fd], reason)
 
     def _drop(self, sock: Control, reason: str, final: bool = False) -> None:
         conn = self.conns.get(sock.fd)
