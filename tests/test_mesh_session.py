@@ -9,6 +9,8 @@ from scripted import Parcel, ScriptedConn, numbered
 from world import World
 
 from mq.mesh import backlog, wire
+from mq.mesh.frame import Frame
+from mq.mesh.large import Chunk, Large
 from mq.mesh.subscriber import SUBSCRIPTIONS_PER_FRAME
 
 LARGE = bytes(range(251)) * 8
@@ -200,6 +202,58 @@ def test_a_large_message_without_credit_takes_no_memory() -> None:
     world.advance(0.5)
     assert b.mesh.stats.malformed >= 1
     assert b.taken == [len(LARGE)] * 2
+
+
+Part = tuple[int, bytes, bytes]
+"""Offset of a chunk, its first part and its body."""
+
+
+def _send_chunks(
+    world: World, sequence: int, total: int, *chunks: Part, last: int | None = -1
+) -> None:
+    """Have `a` send chunks as no member does.
+
+    Args:
+        last: The index of the one that is said to be the last; None: there is none.
+    """
+    a, b = world["a"], world["b"]
+    session = a.session(b)
+    (subscription,) = session.feeds
+    for index, (offset, part, body) in enumerate(chunks):
+        head = wire.CHUNK_HEAD.pack(
+            subscription, len(part), sequence, 1.0, total, offset
+        )
+        is_last = last is not None and index == last % len(chunks)
+        flags = wire.FLAG_LAST if is_last else 0
+        number = session.number + 1
+        large = Large(total, [Chunk(offset, part, memoryview(body))]) if body else None
+        frame = Frame(wire.CHUNK, number, [head, part], flags, large=large)
+        session._append(frame)
+    world.settle()
+
+
+@pytest.mark.parametrize(
+    ("total", "chunks"),
+    [
+        (163, [(0, b"x" * 100, b"")]),
+        (263, [(0, b"x" * 100, b""), (163, b"", b"x" * 100)]),
+        (164, [(0, b"x", b"x" * 100)]),
+    ],
+    ids=["behind the last", "between two", "before a body"],
+)
+def test_what_was_not_sent_of_a_message_is_zero(total: int, chunks: list[Part]) -> None:
+    """It may be said to be no pad; what the memory held before is nobody's."""
+    world = subscribed()
+    expected = bytearray(total)
+    for offset, part, body in chunks:
+        expected[offset : offset + len(part)] = part
+        start = -(-(offset + len(part)) // 64) * 64 if part else offset
+        if body:
+            expected[start : start + len(body)] = body
+    _send_chunks(world, 1, total, *chunks)
+
+    assert world["b"].payloads() == [bytes(expected)]
+    assert not world["b"].mesh.stats.malformed
 
 
 def _ask(world: World, *topics: str, first: int = 1000) -> None:

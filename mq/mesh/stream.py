@@ -54,8 +54,19 @@ class Stream:
         if chunk.offset > latest or place.stop > len(self._host):
             raise Malformed("chunk out of place")
         part = chunk.part
-        self._host[chunk.offset : chunk.offset + len(part)] = part
+        end = chunk.offset + len(part)
+        self._skip(self._next_offset, chunk.offset)
+        self._host[chunk.offset : end] = part
+        self._skip(end, place.start)
         return self._host[place]
+
+    def _skip(self, start: int, stop: int) -> None:
+        """Nothing comes for these bytes, which hold what was in that memory before.
+
+        They need not be a pad: who sends says in the message itself what is.
+        """
+        if start < stop:
+            self._host[start:stop] = bytes(stop - start)
 
     def land(self, place: wire.Piece, piece: Piece) -> None:
         """Put a tensor in its place.
@@ -98,6 +109,8 @@ class Stream:
             or self._landed[1] < sum(self._sizes[-1:])
         ):
             raise Malformed("message ends early")
+        else:
+            self._skip(stop, len(self._host))
 
     def content(self) -> memoryview | Spread:
         """All of it."""
