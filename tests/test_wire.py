@@ -84,6 +84,27 @@ def test_values_out_of_range_are_malformed(kind: int, value: object) -> None:
         wire.decode(kind, memoryview(wire.encode(value)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "entry"),
+    [
+        (wire.SUBSCRIBE, [1, "t", None, 1, 1]),
+        (wire.SUBSCRIBED, [1, 1, 1]),
+        (wire.CREDIT, [1, 1, 1]),
+        (wire.RELEASE, [1, 1]),
+        (wire.RECLAIM, [1, 1, 1, 1]),
+        (wire.RETURNED, [1, 1, 1, 1]),
+    ],
+)
+def test_a_list_of_more_entries_than_a_member_sends_is_malformed(
+    kind: int, entry: list[object]
+) -> None:
+    """All of them are carried out before other peers have their turn."""
+    most = wire.encode([entry] * wire.MOST_ENTRIES)
+    assert len(wire.decode(kind, memoryview(most))) == wire.MOST_ENTRIES
+    with pytest.raises(Malformed):
+        wire.decode(kind, memoryview(wire.encode([entry] * (wire.MOST_ENTRIES + 1))))
+
+
 @SETTINGS
 @given(kind=st.sampled_from(CONTROL), raw=st.binary(max_size=200))
 def test_random_control_frames_are_malformed_at_worst(kind: int, raw: bytes) -> None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 SUBSCRIPTIONS_PER_FRAME: Final = 200
 """Keeps a SUBSCRIBE frame below 64 KiB with the longest topics."""
-RELEASES_PER_FRAME: Final = 1000
 MAX_REMEMBERED: Final = 1024
 """Publishers that were given up without proof and whose streams are remembered."""
 
@@ -339,8 +338,8 @@ class Subscriber:
                 release = wire.Release(subscription.id, key.sequence)
                 releases.setdefault(source.session, []).append(release)
         for session, found in releases.items():
-            for start in range(0, len(found), RELEASES_PER_FRAME):
-                part = found[start : start + RELEASES_PER_FRAME]
+            for start in range(0, len(found), wire.MOST_ENTRIES):
+                part = found[start : start + wire.MOST_ENTRIES]
                 session.control(wire.RELEASE, part)
         for ending in returned:
             key = ending.key

@@ -84,6 +84,8 @@ FLAG_FILLING: Final = 8
 MAX_SEQUENCE: Final = 2**63 - 1
 MAX_GAP: Final = 63
 """Bytes of padding between buffers that a CHUNK may skip at most."""
+MOST_ENTRIES: Final = 1000
+"""Of the list of a control frame: they are all carried out before anything else."""
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
@@ -162,11 +164,12 @@ class Release(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_subscribe = msgspec.msgpack.Decoder(list[Subscribe])
-_subscribed = msgspec.msgpack.Decoder(list[Subscribed])
-_credit = msgspec.msgpack.Decoder(list[Credit])
-_reclaim = msgspec.msgpack.Decoder(list[Reclaim])
-_release = msgspec.msgpack.Decoder(list[Release])
+_few = msgspec.Meta(max_length=MOST_ENTRIES)
+_subscribe = msgspec.msgpack.Decoder(Annotated[list[Subscribe], _few])
+_subscribed = msgspec.msgpack.Decoder(Annotated[list[Subscribed], _few])
+_credit = msgspec.msgpack.Decoder(Annotated[list[Credit], _few])
+_reclaim = msgspec.msgpack.Decoder(Annotated[list[Reclaim], _few])
+_release = msgspec.msgpack.Decoder(Annotated[list[Release], _few])
 _number: msgspec.msgpack.Decoder[int] = msgspec.msgpack.Decoder(SubscriptionId)
 _names = msgspec.msgpack.Decoder(list[str])
 _flag = msgspec.msgpack.Decoder(bool)
