@@ -11,6 +11,7 @@ from world import World
 from mq.mesh import backlog, wire
 from mq.mesh.frame import Frame
 from mq.mesh.large import Chunk, Large
+from mq.mesh.outgoing import Topic
 from mq.mesh.subscriber import SUBSCRIPTIONS_PER_FRAME
 
 LARGE = bytes(range(251)) * 8
@@ -323,6 +324,45 @@ def test_who_takes_no_answers_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert a.mesh.stats.malformed
     assert ours.answer_bytes < 21_000
+
+
+@pytest.mark.parametrize("kind", [wire.CREDIT, wire.RECLAIM])
+def test_a_long_list_holds_nobody_else_up(
+    kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A topic's limits are derived once per frame, and then others have their turn."""
+    world = subscribed()
+    a, b = world["a"], world["b"]
+    ours, theirs = a.session(b), b.session(a)
+    (feed,) = ours.feeds.values()
+    granted = feed.credit_messages
+    derived: list[Topic] = []
+    refresh = Topic.refresh
+
+    def count(topic: Topic) -> None:
+        derived.append(topic)
+        refresh(topic)
+
+    monkeypatch.setattr(Topic, "refresh", count)
+    entry = (feed.subscription, *([7] if kind == wire.RECLAIM else []))
+    for messages in (granted + 1, granted + 2, granted + 3):
+        theirs.control(kind, [(*entry, messages, 1 << 20)] * 1000)
+    theirs.pump(world.now, flush=True)
+    world.net.deliver_all()
+    assert ours.conn is not None
+    before = ours.stats.received_frames
+    reader = a.mesh.reader
+    reader.stopped_early = False
+    reader.read(ours, ours.conn)
+
+    assert ours.stats.received_frames == before + 1
+    assert reader.stopped_early
+    assert derived == [feed.topic]
+    world.settle()
+    assert ours.stats.received_frames >= before + 3
+    assert derived == [feed.topic] * 3
+    assert feed.credit_messages == granted + (3 if kind == wire.CREDIT else 0)
+    assert not a.mesh.stats.malformed
 
 
 @pytest.mark.parametrize("late", ["a", "b"])

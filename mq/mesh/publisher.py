@@ -271,27 +271,26 @@ class Publisher:
             self._drop(feed)
             del session.feeds[subscription]
 
-    def credit(self, session: Session, grants: Sequence[wire.Credit]) -> None:
+    @staticmethod
+    def credit(session: Session, grants: Sequence[wire.Credit]) -> None:
         """A peer has taken messages; totals only grow, so a repetition is harmless."""
-        for grant in grants:
-            feed = session.feeds.get(grant.subscription)
-            if feed is not None:
-                feed.credit_messages = max(feed.credit_messages, grant.messages)
-                feed.credit_bytes = max(feed.credit_bytes, grant.nbytes)
-                feed.topic.refresh()
+        found = [(f, g) for g in grants if (f := session.feeds.get(g.subscription))]
+        for feed, grant in found:
+            feed.credit_messages = max(feed.credit_messages, grant.messages)
+            feed.credit_bytes = max(feed.credit_bytes, grant.nbytes)
+        for topic in {feed.topic for feed, _ in found}:
+            topic.refresh()
 
     @staticmethod
     def reclaim(session: Session, requests: Sequence[wire.Reclaim]) -> None:
         """A peer asks for credit back that others need; it gets what is not used."""
-        answers = []
-        for request in requests:
-            feed = session.feeds.get(request.subscription)
-            if feed is not None:
-                totals = feed.give_back(request.messages, request.nbytes)
-                feed.topic.refresh()
-                answers.append(
-                    wire.Reclaim(request.subscription, request.serial, *totals)
-                )
+        found = [(f, r) for r in requests if (f := session.feeds.get(r.subscription))]
+        answers = [
+            wire.Reclaim(r.subscription, r.serial, *f.give_back(r.messages, r.nbytes))
+            for f, r in found
+        ]
+        for topic in {feed.topic for feed, _ in found}:
+            topic.refresh()
         if answers:
             session.control(wire.RETURNED, answers)
 

@@ -28,6 +28,9 @@ logger = Log(__name__)
 
 FRAMES_PER_TURN: Final = 64
 """Frames read from one connection before the others have their turn."""
+LONG_CONTROL_BYTES: Final = 1024
+"""A control frame with more is the last of a turn: thousands of entries take longer to
+carry out than a message of their size, of which a turn has many."""
 MALFORMED_LIMIT: Final = 3
 """Times the same frame may be malformed before the session is given up."""
 MOST_COMPLAINTS: Final = 1024
@@ -69,6 +72,7 @@ class Reader:
         self.stopped_early = False
         self.until_message = False
         self.had_its_fill = False
+        self._turn_ends = False
 
     def read(self, session: Session, conn: Conn, first: Message | None = None) -> None:
         """Handle what has arrived on a session's connection.
@@ -81,6 +85,7 @@ class Reader:
             session.last_heard = now  # a piece of a body; the whole may take long
         stats = session.stats
         enough = stats.received_bytes + BYTES_PER_TURN
+        self._turn_ends = False
         try:
             for _ in range(FRAMES_PER_TURN):
                 if session.partial is not None:
@@ -98,7 +103,9 @@ class Reader:
                 self._frame(session, conn, message[0], message[1], now)
                 if session.conn is not conn:
                     return
-                if self.until_message and self._subscriber.inbox.fifo:
+                if self._turn_ends or (
+                    self.until_message and self._subscriber.inbox.fifo
+                ):
                     break
         except Malformed as error:
             self.malformed(session, error)
@@ -281,6 +288,7 @@ class Reader:
         if kind not in _CONTROL_KINDS:
             raise Malformed(f"unknown frame {kind}")
         value = wire.decode(kind, content)
+        self._turn_ends = len(content) > LONG_CONTROL_BYTES
         self._mesh.changed += 1
         if kind in (wire.SUBSCRIBE, wire.RECLAIM):
             session.check_answers()
