@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 from scripted import Parcel, ScriptedConn
-from world import CHUNK_BYTES, INLINE_BYTES, Got, Member, World
+from world import CHUNK_BYTES, INLINE_BYTES, Got, Member, World, incarnation
 
 from mq.errors import MessagesLost
 from mq.mesh import handshake as hs
@@ -205,7 +205,9 @@ def test_a_probe_asks_who_is_there_and_begins_nothing() -> None:
     world = strangers("a", "b")
     a, b = world["a"], world["b"]
     routes = a.mesh.greetings.routes([b.link.address], True)
-    dial = a.mesh.greetings.start(Dial(routes, incarnation="b-1", probe=True))
+    dial = a.mesh.greetings.start(
+        Dial(routes, incarnation=incarnation("b", 1), probe=True)
+    )
     world.settle()
     assert dial.done
     assert dial.welcome is not None
@@ -246,7 +248,7 @@ def test_an_address_that_is_another_members_by_now_is_not_mistaken() -> None:
     world.settle()
     session = a.session(b)
     routes = a.mesh.greetings.routes([b.link.address], True)
-    dial = a.mesh.greetings.start(Dial(routes, incarnation="gone-1"))
+    dial = a.mesh.greetings.start(Dial(routes, incarnation=incarnation("gone", 1)))
     world.advance(1.0)
     assert not dial.done
     assert "not the member" in dial.error

@@ -54,6 +54,11 @@ def area_of(device: str, tensor: torch.Tensor) -> Area:
     return area
 
 
+def incarnation(key: str, generation: int) -> str:
+    """That of a life of a name; those of names are in the order of the names."""
+    return f"{key}-{generation}".encode().hex().ljust(32, "0")
+
+
 class Got(NamedTuple):
     """What a member received."""
 
@@ -354,7 +359,7 @@ class World:
         values: dict[str, object] = {
             "group": "g",
             "name": key,
-            "incarnation": f"{key}-{generation}",
+            "incarnation": incarnation(key, generation),
             "backend": "script",
             "process": ProcessId("host", pid, "boot", 1, pid),
             "since": self.now,

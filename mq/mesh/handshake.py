@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import struct
 from typing import Final
 
@@ -25,6 +26,7 @@ PROOF_BYTES: Final = 32
 MAX_GREETING_BYTES: Final = 64 * 1024
 MAX_NAME_CHARACTERS: Final = 255
 _PREFIX = struct.Struct("<B6sH")  # kind, magic, protocol version
+_INCARNATION: Final = re.compile("[0-9a-f]{32}")
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,8 +109,10 @@ def _check_prefix(raw: bytes, nbytes: int) -> None:
 def _check_texts(greeting: Greeting) -> None:
     """Raises: Malformed, if what logs, errors and `members` show is not fit for it."""
     name, host = greeting.name, greeting.process.host
-    if not 1 <= len(name) <= MAX_NAME_CHARACTERS or not greeting.incarnation:
+    if not 1 <= len(name) <= MAX_NAME_CHARACTERS:
         raise Malformed(f"greeting of a member called {name[:50]!r}")
+    if not _INCARNATION.fullmatch(greeting.incarnation):
+        raise Malformed(f"greeting of an incarnation {greeting.incarnation[:50]!r}")
     for text in (name, host, *greeting.labels, *greeting.addresses):
         if not text.isprintable():
             raise Malformed(f"greeting with {text[:50]!r}, which cannot be printed")
