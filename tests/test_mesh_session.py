@@ -20,9 +20,9 @@ LARGE = bytes(range(251)) * 8
 pytestmark = pytest.mark.usefixtures("small_messages")
 
 
-def subscribed(**options: int) -> World:
+def subscribed(*, lends: dict[str, int] | None = None, **options: int) -> World:
     """A world in which `b` is subscribed to t, and has had a message of `a`."""
-    world = World("a", "b")
+    world = World("a", "b", lends=lends)
     world["b"].subscribe("t", **options)
     world.settle()
     assert world["a"].publish("t", b"active")
@@ -254,6 +254,27 @@ def test_what_was_not_sent_of_a_message_is_zero(total: int, chunks: list[Part]) 
     _send_chunks(world, 1, total, *chunks)
 
     assert world["b"].payloads() == [bytes(expected)]
+    assert not world["b"].mesh.stats.malformed
+
+
+@pytest.mark.parametrize("offset", [0, 1, 50, 99, 164])
+def test_a_chunk_that_does_not_follow_breaks_the_connection(offset: int) -> None:
+    """Taken for one that came again, it would be missing without a word."""
+    world = subscribed()
+    _send_chunks(world, 1, 300, (0, b"x" * 100, b""), (offset, b"y" * 101, b""))
+
+    assert world["b"].mesh.stats.malformed
+    assert not world["b"].payloads()
+
+
+def test_a_chunk_that_comes_again_is_the_same() -> None:
+    """Its sender, or who takes it, was interrupted in the middle of it."""
+    world = subscribed()
+    first = (0, b"x", b"y" * 100)
+    _send_chunks(world, 1, 264, first, first, (164, b"", b"z" * 100))
+
+    (payload,) = world["b"].payloads()
+    assert payload == b"x" + bytes(63) + b"y" * 100 + b"z" * 100
     assert not world["b"].mesh.stats.malformed
 
 

@@ -22,13 +22,14 @@ class Stream:
         take: Gives host memory for the rest.
     """
 
-    __slots__ = ("_host", "_landed", "_next_offset", "_sizes", "sequence")
+    __slots__ = ("_host", "_landed", "_placed", "_sizes", "sequence")
 
     def __init__(self, chunk: Chunk, sizes: tuple[int, ...], take: Take) -> None:
         self.sequence = chunk.sequence
         self._sizes = sizes
         self._host = take(chunk.total - sum(sizes))
-        self._next_offset = 0
+        # Where the newest chunk that is in its place begins and ends.
+        self._placed = (0, 0)
         # One fact, so that an interrupt cannot leave half of it: the areas that have
         # begun, how much of the last one is there, and where its last piece began.
         self._landed: tuple[list[Landing], int, int] = ([], 0, -1)
@@ -47,15 +48,18 @@ class Stream:
             raise Malformed("message changes its size")
         if not nbytes and not chunk.part:
             return self._host[:0]
-        if chunk.offset < self._next_offset:
-            return None
         place = chunk.body_place(nbytes)
-        latest = self._next_offset + wire.MAX_GAP
-        if chunk.offset > latest or place.stop > len(self._host):
+        if (chunk.offset, place.stop) == self._placed:
+            return None  # its frame was not handled to the end, and came again
+        next_offset = self._placed[1]
+        if (
+            not next_offset <= chunk.offset <= next_offset + wire.MAX_GAP
+            or place.stop > len(self._host)
+        ):
             raise Malformed("chunk out of place")
         part = chunk.part
         end = chunk.offset + len(part)
-        self._skip(self._next_offset, chunk.offset)
+        self._skip(next_offset, chunk.offset)
         self._host[chunk.offset : end] = part
         self._skip(end, place.start)
         return self._host[place]
@@ -98,11 +102,11 @@ class Stream:
         Raises:
             Malformed: It is the last one, and something is missing.
         """
-        stop = self._next_offset
+        start, stop = self._placed
         if nbytes or chunk.part:
-            stop = chunk.body_place(nbytes).stop
+            start, stop = chunk.offset, chunk.body_place(nbytes).stop
         if not last:
-            self._next_offset = stop
+            self._placed = (start, stop)
         elif (
             stop + wire.MAX_GAP < len(self._host)
             or len(self._landed[0]) < len(self._sizes)
