@@ -8,6 +8,7 @@ import pytest
 from scripted import Parcel, ScriptedConn, numbered
 from world import World
 
+from mq.errors import MessagesLost
 from mq.mesh import backlog, wire
 from mq.mesh.frame import Frame
 from mq.mesh.large import Chunk, Large
@@ -276,6 +277,38 @@ def test_a_chunk_that_comes_again_is_the_same() -> None:
     (payload,) = world["b"].payloads()
     assert payload == b"x" + bytes(63) + b"y" * 100 + b"z" * 100
     assert not world["b"].mesh.stats.malformed
+
+
+@pytest.mark.parametrize("after", ["chunk", "batch", "lent"])
+def test_a_message_that_is_given_up_breaks_the_connection(after: str) -> None:
+    """Of who keeps all, with the next on its topic: it would be lost without a word."""
+    world = subscribed(lends={"a": 1 << 20, "b": 1 << 20} if after == "lent" else None)
+    a, b = world["a"], world["b"]
+    _send_chunks(world, 1, 300, (0, b"x" * 100, b""), last=None)
+    assert not b.mesh.stats.malformed
+    a.mesh.publisher.topic("t").commit(1.0, b"", retain=False)
+    (feed,) = a.session(b).feeds.values()
+    feed.framed(1)
+    assert a.publish("t", b"small" if after == "batch" else LARGE)
+    world.settle()
+    world.close()
+
+    assert b.mesh.stats.malformed
+    (notice,) = b.recv_all()
+    assert isinstance(notice, MessagesLost)
+    assert notice.count == 2
+
+
+def test_a_message_that_is_given_up_is_dropped_by_who_keeps_the_last() -> None:
+    """Its publisher may have been interrupted, and has a newer one; it is counted."""
+    world = subscribed(keep=1)
+    b = world["b"]
+    _send_chunks(world, 1, 300, (0, b"x" * 100, b""), last=None)
+    _send_chunks(world, 2, 100, (0, b"y" * 100, b""))
+
+    assert b.payloads() == [b"y" * 100]
+    assert b.mesh.subscriber.topics["t"].stats.dropped == 1
+    assert not b.mesh.stats.malformed
 
 
 def _ask(world: World, *topics: str, first: int = 1000) -> None:

@@ -212,13 +212,18 @@ class Source:
             self.subscription.id, self.granted_messages, self.granted_bytes
         )
 
-    def _check_credit(self, sequence: int) -> None:
-        _, messages, nbytes = self.arrivals[0]
-        if self.subscription.keep is None and (
-            messages >= self.granted_messages or nbytes >= self.granted_bytes
-        ):
+    def _check_turn(self, sequence: int) -> None:
+        newest, messages, nbytes = self.arrivals[0]
+        if self.subscription.keep is not None:
+            return
+        if messages >= self.granted_messages or nbytes >= self.granted_bytes:
             raise Malformed(
                 f"message {sequence} on {self.subscription.topic!r} without credit"
+            )
+        stream = self._stream
+        if stream is not None and newest < stream.sequence < sequence:
+            raise Malformed(
+                f"message {stream.sequence} on {self.subscription.topic!r} has no end"
             )
 
     # -- arrival ----------
@@ -245,7 +250,7 @@ class Source:
                 else:
                     append_each((self.kept, self.arrivals, fifo), (entry, state, self))
             return
-        self._check_credit(run.first)
+        self._check_turn(run.first)
         messages += len(run.areas)
         if messages > self.granted_messages:
             raise Malformed(f"too many messages on {self.subscription.topic!r}")
@@ -280,7 +285,7 @@ class Source:
         sequence = lent.sequence
         if sequence <= self.newest:
             return sequence in self.lent
-        self._check_credit(sequence)
+        self._check_turn(sequence)
         if lent.nbytes > limit:
             raise Malformed(
                 f"announces {lent.nbytes} bytes, max_message_bytes is {limit}"
@@ -336,7 +341,7 @@ class Source:
         if body is not None:
             stream, take = None, partial(_kept, body, take)
         if chunk.offset == 0 and (stream is None or stream.sequence != chunk.sequence):
-            self._check_credit(chunk.sequence)
+            self._check_turn(chunk.sequence)
             if chunk.total > limit:
                 raise Malformed(
                     f"announces {chunk.total} bytes, max_message_bytes is {limit}"
