@@ -5,15 +5,19 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from payload_checks import CODEC
 from scripted import Parcel, ScriptedConn
+from test_devices import staged_of
 from world import DEVICES, Got, World, area_of, tensors_of
 
 from mq.devices import Landing, Piece
 from mq.errors import CodecError, MessagesLost, MessageTooLarge
 from mq.frames import Frames
 from mq.mesh import wire
+from mq.mesh.large import Cutting, cut
 from mq.mesh.publisher import Publisher
 
 HOST = bytes(range(192))
@@ -64,6 +68,20 @@ def test_a_message_of_little_host_memory_is_one_frame() -> None:
     assert set(kinds) & {wire.DATA, wire.CHUNK, wire.PIECE} == {wire.PIECE}
     assert kinds.count(wire.PIECE) == 1
     assert world["b"].payloads() == [ONE[:64] + ONE[-256:]]
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 70_000])
+def test_pads_of_a_message_in_host_memory_are_zero(nbytes: int) -> None:
+    """All of it is sent: what the memory held before concerns nobody."""
+    payload = [np.ones(nbytes, np.uint8), np.ones(3, np.uint8), torch.ones(5)]
+    frames = CODEC.encode(payload, "t", frozenset({"cpu"}))
+    large = cut(frames, Cutting(1 << 20))
+    large.stage(lambda nbytes: memoryview(bytearray(b"\xaa" * nbytes)))
+    assert frames.areas
+    assert large.staged is not None
+    views = [chunk.view for chunk in large.staged.chunks if chunk is not None]
+
+    assert b"".join(view for view in views if view is not None) == staged_of(frames)
 
 
 def test_a_message_without_subscribers_is_not_kept() -> None:

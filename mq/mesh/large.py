@@ -155,19 +155,21 @@ class Large:
         """
         if self.staged is None:
             memory = take(self._nbytes)
-            begins = list(
-                accumulate(self.areas, initial=self._nbytes - sum(self.areas))
-            )
+            host = self._nbytes - sum(self.areas)
+            begins = list(accumulate(self.areas, initial=host))
+            end = 0
             for chunk in self.chunks:
                 assert chunk is not None
-                end = chunk.offset + len(chunk.part)
-                memory[chunk.offset : end] = chunk.part
-                if chunk.view is not None:
-                    begin = chunk.offset_of(0)
-                    memory[begin : begin + len(chunk.view)] = chunk.view
-                elif chunk.piece is not None:
+                parts = ((chunk.offset, chunk.part), (chunk.offset_of(0), chunk.view))
+                for begin, part in parts:
+                    if part:
+                        memory[end:begin] = bytes(begin - end)  # a pad, sent with it
+                        end = begin + len(part)
+                        memory[begin:end] = part
+                if chunk.piece is not None:
                     begin = begins[chunk.area] + chunk.start
                     _copy(chunk.piece, memory[begin : begin + len(chunk.piece)])
+            memory[end:host] = bytes(host - end)
             staged = Large(self._nbytes, [], chunk_bytes=self._chunk_bytes)
             staged._cut_own(memory)
             staged.owned = True
