@@ -331,6 +331,35 @@ def test_an_answer_that_was_late_is_no_delay_of_the_wire(number: int) -> None:
     assert use(pace, SLOW, 0.001) < MOST * LONGEST / SLOW
 
 
+def use_until_little_is_ahead(pace: Pace) -> None:
+    """Have all of the window under way on the slow wire, until little is to be."""
+    use(pace, SLOW, 0.001)
+    while pace.window >= LEAST_BYTES:
+        pace.left(0, pace.window, 0.0)
+        pace.answered(pace.window / SLOW)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 8.0])
+def test_an_answer_that_was_late_with_little_ahead_is_no_delay_either(
+    seconds: float,
+) -> None:
+    """It took longer than with more ahead: the next ones wait no longer for that."""
+    pace = bounded()
+    use_until_little_is_ahead(pace)
+    pace.left(0, pace.window, 0.0)
+    pace.answered(seconds)
+    assert use(pace, SLOW, 0.001, rounds=10) < MOST * LONGEST / SLOW
+
+
+@pytest.mark.parametrize("delay", [0.1, 0.3, 0.6])
+def test_a_delay_that_has_grown_is_learned(delay: float) -> None:
+    """Even if that happens when it is looked at."""
+    pace = bounded()
+    use_until_little_is_ahead(pace)
+    use(pace, SLOW, delay)
+    assert pace.window >= SLOW * delay
+
+
 def test_a_peer_that_is_slow_with_each_frame_is_no_slow_wire() -> None:
     """However little is ahead its answers take as long: less would be slower."""
     pace = bounded()

@@ -31,8 +31,9 @@ class Pace:
 
     An answer takes its time with nothing ahead, too: on a long wire, or from a peer
     that is busy. As long as a queue stands that is not seen, so now and then, for one
-    answer, little is under way. And where an answer takes as long although there was
-    less ahead than before, it is not what was ahead that took so long.
+    answer, little is under way; if it takes longer than the one before, it was late and
+    tells nothing. And where an answer takes as long although there was less ahead than
+    before, it is not what was ahead that took so long.
 
     Between processes of one host there is no slow wire, and nothing is bounded.
 
@@ -85,7 +86,8 @@ class Pace:
         before, before_seconds = self._before
         is_fewer = ahead <= _FEWER * before
         is_alike = _ALIKE * before_seconds <= seconds <= before_seconds / _ALIKE
-        if is_fewer and (self._probes or is_alike):
+        tells = is_alike or (self._probes and seconds < before_seconds)
+        if is_fewer and tells:
             self._delay = seconds
         else:
             self._delay = min(self._delay, seconds)
