@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from mq.mesh import wire
 from mq.mesh.feed import Feed
 from mq.mesh.frame import Frame
 from mq.mesh.large import Large, Take
-from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, Outgoing, Topic
+from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, NO_LIMIT, Outgoing, Topic
 from mq.mesh.pace import Pace
 from mq.mesh.wire import Malformed
 
@@ -30,6 +31,7 @@ _FRAME_BYTES: Final = 256
 """About what a frame takes beside its content."""
 ANSWERED_PART: Final = 0.25
 """Of what may be under way without an answer: what is beyond is answered at once."""
+_served = attrgetter("served")
 
 
 class Backlog:
@@ -38,6 +40,7 @@ class Backlog:
     Attributes:
         feeds: The peer's subscriptions by id.
         busy: Those with something to be framed, in turn.
+        served: What `Feed.served` was of the feed whose turn was last, before it.
         frames: Numbered frames until the peer has received them.
         sent: How many of these were sent over the present connection.
         number: Of the newest frame.
@@ -60,6 +63,7 @@ class Backlog:
         self._take = take
         self.feeds: dict[int, Feed] = {}
         self.busy: deque[Feed] = deque()
+        self.served = 0
         self.frames: deque[Frame] = deque()
         self.sent = 0
         self.number = 0
@@ -120,6 +124,9 @@ class Backlog:
     def _frame_next(self) -> bool:
         """Frame what comes next, topics in turn: one chunk, or a batch.
 
+        The turn of a large message is that of the topic which has had the fewest bytes:
+        else one of 100 KB would leave for each of 10 MB on another.
+
         The frame is appended before its messages leave their queues: an interrupt in
         between frames them twice, and the peer drops them by their sequence.
         """
@@ -127,7 +134,8 @@ class Backlog:
         parts: list[bytes] = []
         completes: list[tuple[Feed, int]] = []
         size = count = flags = 0
-        for _ in range(len(busy)):
+        waiting = len(busy)
+        for _ in range(waiting):
             feed = busy[0]
             message = feed.head()
             if message is None:
@@ -140,10 +148,15 @@ class Backlog:
                 busy.rotate(-1)
                 if self.is_ahead():
                     continue
-                if self.lends and message.data.block is not None:
-                    self._append_lent(feed, message, message.data, message.data.block)
+                large = message.data
+                if waiting > 1:
+                    feed, message, large = self._least_served(feed)
+                if self.lends and large.block is not None:
+                    self._append_lent(feed, message, large, large.block)
                 else:
-                    self._append_chunk(feed, message, message.data)
+                    self._append_chunk(feed, message, large)
+                if waiting > 1:
+                    feed.served = self.served + self.frames[-1].large_nbytes
                 return True
             run = feed.small(message, BATCH_MESSAGES - count, BATCH_BYTES - size)
             parts += wire.pack_run(feed.subscription, *run)
@@ -166,6 +179,27 @@ class Backlog:
         self.batches_unanswered += 1
         self.batch_at = None
         return True
+
+    def _least_served(self, one: Feed) -> tuple[Feed, Outgoing, Large]:
+        """Who has a large message and has had the fewest bytes, and the message.
+
+        Who had none to be sent for a while has no claim to what others had meanwhile.
+
+        Args:
+            one: A feed that has one.
+        """
+        if one.served == NO_LIMIT:
+            one.served = self.served
+        while True:
+            feed = min(self.busy, key=_served)
+            message = feed.head()
+            if message is None:
+                self.busy.remove(feed)
+            elif isinstance(message.data, Large):
+                self.served = max(self.served, feed.served)
+                return feed, message, message.data
+            else:
+                feed.served = NO_LIMIT
 
     def is_ahead(self, part: float = 1.0) -> bool:
         """Whether this part of what may be under way without an answer is."""

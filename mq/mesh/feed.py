@@ -35,6 +35,9 @@ class Feed:
             much of that chunk's body is in frames.
         cut: A message's sequence, and a part of one of its chunks that is framed alone:
             the chunk's index, and where the part begins and ends.
+        served: Bytes of its large messages that were framed while other feeds waited,
+            and of theirs while it had none; `NO_LIMIT` where a small one came next when
+            it was looked at, so that it need not be looked at each time.
         on_wire: For keep-last, whether a message has left and is not yet received.
         withheld: Size of a retained message that is too large for the subscriber, or 0.
         joined: Sequence of the first message published after the subscription began.
@@ -60,6 +63,7 @@ class Feed:
         "on_wire",
         "progress",
         "received",
+        "served",
         "session",
         "subscription",
         "topic",
@@ -76,6 +80,7 @@ class Feed:
         self.credit_bytes = request.nbytes
         self.progress: tuple[Outgoing, int, int] | None = None
         self.cut = (-1, 0, 0, 0)
+        self.served = 0
         self.on_wire = False
         newest = topic.newest
         self.next = self.joined = newest + 1

@@ -60,3 +60,13 @@ class Frame:
             return end - begin
         chunk = self.large.chunks[self.chunk]
         return 0 if chunk is None or chunk.view is None else len(chunk.view)
+
+    @property
+    def large_nbytes(self) -> int:
+        """How much of a large message it brings, wherever that is."""
+        assert self.large is not None
+        if self.kind == wire.LENT:
+            return len(self.large)
+        chunk = self.large.chunks[self.chunk]
+        piece = 0 if chunk is None or chunk.piece is None else len(chunk.piece)
+        return len(self.parts[-1]) + self.body_nbytes + piece
