@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -169,17 +170,28 @@ def new_output(asked: Path | None, name: str) -> Path:
     """A directory for a run, made as needed: the one that was asked for, or bench/out.
 
     Args:
-        name: By `time.strftime`, in bench/out.
+        name: By `time.strftime`, in bench/out; a number follows where that is taken.
+
+    Returns:
+        Where an empty file of results is this run's alone.
 
     Raises:
         OSError: It cannot be made, or has the results of another run.
     """
-    output = asked or Path("bench", "out", time.strftime(name))
-    output.mkdir(parents=True, exist_ok=True)
-    if (output / RESULTS).exists():
-        raise FileExistsError(
-            f"{output} has the {RESULTS} of another run: name a new directory"
-        )
+    output = first = asked or Path("bench", "out", time.strftime(name))
+    for place in itertools.count(2):
+        output.mkdir(parents=True, exist_ok=True)
+        try:
+            # In one step: another run may be looking at the same moment.
+            (output / RESULTS).touch(exist_ok=False)
+        except FileExistsError:
+            if asked:
+                raise FileExistsError(
+                    f"{output} has the {RESULTS} of another run: name a new directory"
+                ) from None
+            output = first.with_name(f"{first.name}-{place}")
+        else:
+            break
     return output
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from bench_results import row, write
 
-from bench import command
+from bench import command, report
 from bench.command import main
 from mq import registry
 
@@ -238,6 +238,18 @@ def test_the_results_of_another_run_are_not_overwritten(
     said = f"{tmp_path} has the results.jsonl of another run: name a new directory"
     assert said in capsys.readouterr().err
     assert path.read_bytes() == kept
+
+
+def test_two_runs_begun_together_have_a_directory_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before either has written a row; who named one that is taken is refused."""
+    monkeypatch.chdir(tmp_path)
+    names = [report.new_output(None, "today").name for _ in range(3)]
+    assert names == ["today", "today-2", "today-3"]
+    asked = report.new_output(tmp_path / "asked", "today")
+    with pytest.raises(FileExistsError, match="of another run: name"):
+        report.new_output(asked, "today")
 
 
 def test_a_report_can_be_written_again(
