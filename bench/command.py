@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import baselines, certificates, compare, plan, report
+from bench.output import new_output, on_the_way
 from bench.progress import Progress, title
 from bench.rows import PLANNED, Cell, Result, Writer, environment
 from bench.runner import run_cell
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str]) -> int:
         without = plan.left_out(planned, *asked)
         if not planned:
             raise LookupError("; ".join(["nothing to measure", *without]))
-        output = report.new_output(options.output, "%Y%m%d-%H%M%S")
+        output = new_output(options.output, "%Y%m%d-%H%M%S")
     except (LookupError, OSError) as error:
         message = error.args[0] if isinstance(error, LookupError) else error
         parser.error(str(message))
@@ -249,9 +250,7 @@ def run(
     start = time.monotonic()
     facts = environment(arguments) | {PLANNED: str(len(planned))}
     end = start + _QUICK_SECONDS if quick else None
-    return report.on_the_way(
-        output, facts, lambda writer: _measure_all(planned, writer, end)
-    )
+    return on_the_way(output, facts, lambda writer: _measure_all(planned, writer, end))
 
 
 def _measure_all(planned: Sequence[Cell], writer: Writer, end: float | None) -> int:

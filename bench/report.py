@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import advice, interrupts, plan, tables
+from bench import advice, plan, tables
 from bench.apps.app import QUICK, name_of
 from bench.apps.report import METHOD as APPS_METHOD
 from bench.apps.report import Source, Taken, joined, texts
 from bench.apps.report import conditions as published_apps
-from bench.rows import PLANNED, Result, Writer, read
+from bench.rows import PLANNED, Result, read
 from bench.summary import Run, gather, number, published
 
 DESCRIPTION = """\
@@ -42,9 +40,6 @@ METHOD = (
     "receiver MB: the most resident memory above what the process started with, mapped "
     "shared memory included.",
 )
-
-RESULTS = "results.jsonl"
-_INTERRUPTED = "interrupted: the report covers what was measured"
 
 
 @dataclass(frozen=True)
@@ -164,75 +159,6 @@ def write(paths: Sequence[Path], directory: Path) -> list[str]:
     shown = page.render(found.run, applications(found), drawn, about)
     whole.write_text(shown, encoding="utf-8")
     return [f"report: {whole}"]
-
-
-def new_output(asked: Path | None, name: str) -> Path:
-    """A directory for a run, made as needed: the one that was asked for, or bench/out.
-
-    Args:
-        name: By `time.strftime`, in bench/out; a number follows where that is taken.
-
-    Returns:
-        Where an empty file of results is this run's alone.
-
-    Raises:
-        OSError: It cannot be made, or has the results of another run.
-    """
-    output = first = asked or Path("bench", "out", time.strftime(name))
-    for place in itertools.count(2):
-        output.mkdir(parents=True, exist_ok=True)
-        try:
-            # In one step: another run may be looking at the same moment.
-            (output / RESULTS).touch(exist_ok=False)
-        except FileExistsError:
-            if asked:
-                raise FileExistsError(
-                    f"{output} has the {RESULTS} of another run: name a new directory"
-                ) from None
-            output = first.with_name(f"{first.name}-{place}")
-        else:
-            break
-    return output
-
-
-def on_the_way(
-    output: Path, facts: dict[str, str], measure: Callable[[Writer], int]
-) -> int:
-    """Measure into `results.jsonl`; write and print the report, also when interrupted.
-
-    Args:
-        output: Where the file and the report go.
-        facts: The conditions of the run.
-        measure: Writes down each row as soon as it is known.
-
-    Returns:
-        What `measure` returned; 130 if it was interrupted; 2 if the report, but for
-        that, could not be written.
-    """
-    path = output / RESULTS
-    writer = Writer(path, facts)
-    with interrupts.raised():
-        try:
-            status = measure(writer)
-        except KeyboardInterrupt:
-            status = 130
-        finally:
-            writer.close()
-        try:
-            with interrupts.held("the report is being written; once more ends that"):
-                if status == 130:
-                    print(_INTERRUPTED, file=sys.stderr, flush=True)
-                told = write([path], output)
-        except KeyboardInterrupt:
-            print(f"without a report: mq bench report {path}", file=sys.stderr)
-            return 130
-        except OSError as error:  # as on a full disk; the rows are written down
-            print(terminal([path]))
-            print(f"without a report: {error}", file=sys.stderr)
-            print(f"elsewhere: mq bench report {path} --output DIR", file=sys.stderr)
-            return status or 2
-    print("\n".join([terminal([path]), *told]))
-    return status
 
 
 def applications(found: Found) -> list[tables.Text]:

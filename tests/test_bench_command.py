@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from bench_results import row, write
 
-from bench import command, report
+from bench import command
 from bench.command import main
+from bench.output import new_output
 from mq import registry
 
 SMALL = ["--workloads", "latency", "--sizes", "1250", "--budget", "0.05"]
@@ -245,11 +246,11 @@ def test_two_runs_begun_together_have_a_directory_each(
 ) -> None:
     """Before either has written a row; who named one that is taken is refused."""
     monkeypatch.chdir(tmp_path)
-    names = [report.new_output(None, "today").name for _ in range(3)]
+    names = [new_output(None, "today").name for _ in range(3)]
     assert names == ["today", "today-2", "today-3"]
-    asked = report.new_output(tmp_path / "asked", "today")
+    asked = new_output(tmp_path / "asked", "today")
     with pytest.raises(FileExistsError, match="of another run: name"):
-        report.new_output(asked, "today")
+        new_output(asked, "today")
 
 
 def test_a_report_can_be_written_again(

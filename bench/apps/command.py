@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench import report
 from bench.apps.app import ALONE, NAMES, QUICK, App, AppCell, count, load, words
+from bench.output import new_output, on_the_way
 from bench.progress import Progress, title
 from bench.rows import PLANNED, Result, Writer, environment
 from bench.runner import run_cell
@@ -123,7 +123,7 @@ def _run(
     backends = _usable(parser, options.backend)
     try:
         planned = [(app, app.cells(options, backends)) for app in apps]
-        output = report.new_output(options.output, "apps-%Y%m%d-%H%M%S")
+        output = new_output(options.output, "apps-%Y%m%d-%H%M%S")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     every = [cell for _, cells in planned for cell in cells]
@@ -141,7 +141,7 @@ def _run(
                     writer.add(result)
         return int(any(result.status == "failed" for result in found))
 
-    return report.on_the_way(output, facts, measure_all)
+    return on_the_way(output, facts, measure_all)
 
 
 def _measure(
