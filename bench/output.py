@@ -12,7 +12,7 @@ from bench import interrupts, report
 from bench.rows import Writer
 
 RESULTS = "results.jsonl"
-_INTERRUPTED = "interrupted: the report covers what was measured"
+_EARLY = "the report covers what was measured"
 
 
 def new_output(asked: Path | None, name: str) -> Path:
@@ -47,7 +47,7 @@ def new_output(asked: Path | None, name: str) -> Path:
 def on_the_way(
     output: Path, facts: dict[str, str], measure: Callable[[Writer], int]
 ) -> int:
-    """Measure into `results.jsonl`; write and print the report, also when interrupted.
+    """Measure into `results.jsonl`; write and print the report, also when cut short.
 
     Args:
         output: Where the file and the report go.
@@ -55,30 +55,34 @@ def on_the_way(
         measure: Writes down each row as soon as it is known.
 
     Returns:
-        What `measure` returned; 130 if it was interrupted; 2 if the report, but for
-        that, could not be written.
+        What `measure` returned; 130 if it was interrupted; 2 if rows or, but for that,
+        the report could not be written.
     """
     path = output / RESULTS
     writer = Writer(path, facts)
+    why = ""
     with interrupts.raised():
         try:
             status = measure(writer)
         except KeyboardInterrupt:
-            status = 130
+            status, why = 130, "interrupted"
+        except OSError as error:  # as on a full disk
+            status, why = 2, str(error)
         finally:
             writer.close()
         try:
             with interrupts.held("the report is being written; once more ends that"):
-                if status == 130:
-                    print(_INTERRUPTED, file=sys.stderr, flush=True)
-                told = report.write([path], output)
+                if why:
+                    print(f"{why}: {_EARLY}", file=sys.stderr, flush=True)
+                found = report.fitted([path], [(facts, writer.results)])
+                told = report.write(found, output)
         except KeyboardInterrupt:
             print(f"without a report: mq bench report {path}", file=sys.stderr)
             return 130
-        except OSError as error:  # as on a full disk; the rows are written down
-            print(report.terminal([path]))
+        except OSError as error:  # the same; the rows are known
+            print(report.terminal(found))
             print(f"without a report: {error}", file=sys.stderr)
             print(f"elsewhere: mq bench report {path} --output DIR", file=sys.stderr)
             return status or 2
-    print("\n".join([report.terminal([path]), *told]))
+    print("\n".join([report.terminal(found), *told]))
     return status

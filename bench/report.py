@@ -66,14 +66,24 @@ def load(paths: Sequence[Path]) -> Found:
     """The conditions and the rows of files of JSON lines.
 
     Raises:
-        ValueError: A line is not one that `Writer` makes, a file or a copy of it is
-            given twice, two are of transports, whose ratios hold within one run only,
-            or two have done different things under one name.
+        ValueError: A line is not one that `Writer` makes, or they do not fit together.
+    """
+    return fitted(paths, [read(path) for path in paths])
+
+
+def fitted(
+    paths: Sequence[Path], files: Sequence[tuple[dict[str, str], list[Result]]]
+) -> Found:
+    """What files hold, their conditions and rows being known.
+
+    Raises:
+        ValueError: A file or a copy of it is given twice, two are of transports, whose
+            ratios hold within one run only, or two have done different things under
+            one name.
     """
     names = _short_names(paths)
     facts, counts, sources = [], [], []
     transports: list[Result] = []
-    files = [read(path) for path in paths]
     for path, (own, results) in zip(paths, files, strict=True):
         of_apps = [row for row in results if name_of(row.workload)]
         others = [row for row in results if not name_of(row.workload)]
@@ -134,13 +144,12 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def write(paths: Sequence[Path], directory: Path) -> list[str]:
-    """Write every report that can be made of files of JSON lines.
+def write(found: Found, directory: Path) -> list[str]:
+    """Write every report that can be made of what was found.
 
     Returns:
         What to tell, the last line being the best report's path.
     """
-    found = load(paths)
     text = directory / "report.md"
     text.write_text(markdown(found), encoding="utf-8")
     try:
@@ -213,9 +222,8 @@ def remarks(found: Found) -> list[str]:
     return said
 
 
-def terminal(paths: Sequence[Path]) -> str:
-    """The tables of files of JSON lines, aligned."""
-    found = load(paths)
+def terminal(found: Found) -> str:
+    """The tables of what was found, aligned."""
     parts = []
     for table in [*tables.workloads(found.run), *applications(found)]:
         parts.append(f"\n{table.title}  ({table.note})")
@@ -316,7 +324,7 @@ def main(arguments: Sequence[str]) -> int:
     output = options.output or options.results[0].parent
     try:
         output.mkdir(parents=True, exist_ok=True)
-        told = write(options.results, output)
+        told = write(load(options.results), output)
     except (OSError, ValueError) as error:
         print(f"mq bench report: {error}", file=sys.stderr)
         return 2

@@ -201,19 +201,41 @@ def _output(command: Sequence[str]) -> str:
 
 
 class Writer:
-    """Appends rows to a file of JSON lines, each as soon as it is known."""
+    """Appends rows to a file of JSON lines, each as soon as it is known.
+
+    Attributes:
+        facts: The environment.
+        results: All rows, also one that could not be written.
+    """
 
     def __init__(self, path: Path, facts: dict[str, str]) -> None:
-        self._file = path.open("w", encoding="utf-8")
+        self.results: list[Result] = []
+        self._path = path
+        # Without a buffer, which would hold what does not fit and try it again.
+        self._file = path.open("wb", buffering=0)
         self._write({"record": "environment", **facts})
 
     def add(self, result: Result) -> None:
-        """Write one row."""
+        """Write one row.
+
+        Raises:
+            OSError: It cannot be written, as on a full disk; the file ends with the
+                row before.
+        """
+        self.results.append(result)
         self._write({"record": "result", **asdict(result)})
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        line = json.dumps(row).encode() + b"\n"
+        start = self._file.tell()
+        try:
+            while line:  # what fits of it is written before the rest is refused
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self._file.seek(start)
+            self._file.truncate()
+            error.filename = str(self._path)
+            raise
 
     def close(self) -> None:
         """Close the file."""
@@ -222,6 +244,8 @@ class Writer:
 
 def read(path: Path) -> tuple[dict[str, str], list[Result]]:
     """The environment and the rows of a file of JSON lines.
+
+    A last line that was cut off while it was written is left out, which is said.
 
     Raises:
         ValueError: A line is not one that `Writer` makes, or there is none.
@@ -237,6 +261,10 @@ def read(path: Path) -> tuple[dict[str, str], list[Result]]:
                 *(ValueError, TypeError, KeyError, AttributeError),
                 msgspec.MsgspecError,  # a ValueError only since msgspec 0.21
             ) as error:
+                if number > 1 and not line.endswith(b"\n"):
+                    said = f"{path}, line {number}: left out, as it was cut off"
+                    print(said, file=sys.stderr)
+                    break
                 raise ValueError(
                     f"{path}, line {number}: not a row of `mq bench`: {error}"
                 ) from error

@@ -66,7 +66,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def directory(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One report on all three."""
     found = tmp_path_factory.mktemp("report")
-    assert report.write(files, found) == [f"report: {found / 'report.html'}"]
+    assert report.write(report.load(files), found) == [
+        f"report: {found / 'report.html'}"
+    ]
     return found
 
 
@@ -209,7 +211,7 @@ def test_a_run_of_transports_stands_in_the_same_report(
 ) -> None:
     """Beside the applications; a second one is refused by name, for its ratios."""
     transports = write(tmp_path / "transports.jsonl", [row("zmq:tcp", 10.0)])
-    report.write([transports, *files], tmp_path)
+    report.write(report.load([transports, *files]), tmp_path)
     page = Page((tmp_path / "report.html").read_text())
     assert "Transports and applications compared" in page.text
     assert {"latency/zmq:tcp", "pipeline/shm"} <= set(page.ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from bench_results import row, write
 from bench import command
 from bench.command import main
 from bench.output import new_output
+from bench.rows import read
 from mq import registry
 
 SMALL = ["--workloads", "latency", "--sizes", "1250", "--budget", "0.05"]
@@ -66,6 +68,35 @@ def test_a_report_that_cannot_be_written_is_left_for_later(
     assert "without a report: [Errno 28] No space left on device" in shown.err
     again = f"mq bench report {tmp_path / 'results.jsonl'} --output DIR"
     assert shown.err.splitlines()[-1] == f"elsewhere: {again}"
+
+
+def test_rows_that_cannot_be_written_end_the_run_with_its_table(
+    tmp_path: Path,
+) -> None:
+    """The file ends with a whole row, and a report can be made of it elsewhere."""
+    output = tmp_path / "full"
+    chosen = ["--transports", "limit:memcpy", "--workloads", "latency"]
+    chosen += ["--sizes", ",".join(map(str, range(1250, 1260))), "--rounds", "1"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "mq", "bench", *chosen),
+            *("--budget", "0.05", "--output", output),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500)),
+    )
+    path = output / "results.jsonl"
+    said = f"[Errno 27] File too large: '{path}': the report covers what was measured"
+    assert said in done.stderr.splitlines()
+    assert done.returncode == 2
+    assert path.read_bytes().endswith(b"\n")
+    rows = read(path)[1]
+    assert 0 < len(rows) < 9
+    shown = [line for line in done.stdout.splitlines() if "limit:memcpy" in line]
+    assert len(shown) == len(rows) + 1  # the last one is known, though not written
+    assert main(["report", str(path), "--output", str(tmp_path / "elsewhere")]) == 0
 
 
 @pytest.fixture

@@ -47,7 +47,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report on everything."""
     found = tmp_path_factory.mktemp("report")
     facts = {"planned cells": "1000"}
-    told = report.write([write(found / "results.jsonl", whole_run(), facts)], found)
+    path = write(found / "results.jsonl", whole_run(), facts)
+    told = report.write(report.load([path]), found)
     assert told == [f"report: {found / 'report.html'}"]
     return found
 
@@ -80,6 +81,20 @@ def test_a_broken_file_of_results_is_refused_by_line(
     """Whoever edited the file by hand is told where it broke."""
     results.write_bytes(results.read_bytes() + line)
     with pytest.raises(ValueError, match=said):
+        read(results)
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by a full disk or the end of the machine; the rest stays of use."""
+    rows = read(results)[1]
+    results.write_bytes(results.read_bytes()[:-20])
+    assert read(results)[1] == rows[:-1]
+    said = f"{results}, line 11: left out, as it was cut off\n"
+    assert capsys.readouterr().err == said
+    results.write_bytes(results.read_bytes().splitlines()[0][:-20])
+    with pytest.raises(ValueError, match="line 1: not a row"):
         read(results)
 
 
@@ -145,7 +160,7 @@ def test_the_report_compares_and_names_what_is_missing(results: Path) -> None:
     assert "200 Gbit/s InfiniBand" in text
     assert "nng:tcp 40 MB: skipped: pynng is not installed" in text
     assert "mq bench --quick" in text
-    assert "skipped: pynng is not installed" in report.terminal([results])
+    assert "skipped: pynng is not installed" in report.terminal(report.load([results]))
 
 
 def test_published_figures_are_of_the_sizes_measured() -> None:
@@ -298,7 +313,7 @@ def test_what_goes_another_way_on_one_host_is_no_answer_for_other_hosts(
     here, far = ({*axes.get_legend_handles_labels()[1]} for axes in plot.figure.axes)
     assert {*LOCAL} <= here
     assert not {*LOCAL} & far
-    report.write([path], tmp_path)
+    report.write(report.load([path]), tmp_path)
     text = re.sub(r"\s+", " ", Page((tmp_path / "report.html").read_text()).text)
     assert "Not ranked for other hosts, as on one host they go another way" in text
 
@@ -407,11 +422,12 @@ def test_a_report_on_one_cell_is_a_report(
     """Whatever little was measured before an interrupt is shown."""
     only = row("mq" if workload == "import" else "zmq:ipc", 2.0, 0, workload, nbytes)
     path = write(tmp_path / "results.jsonl", [only])
-    report.write([path], tmp_path)
+    report.write(report.load([path]), tmp_path)
     assert workload in Page((tmp_path / "report.html").read_text()).text
 
 
 def test_a_report_on_nothing_is_a_report(tmp_path: Path) -> None:
     """So is one on no cell at all."""
-    report.write([write(tmp_path / "results.jsonl", [])], tmp_path)
+    path = write(tmp_path / "results.jsonl", [])
+    report.write(report.load([path]), tmp_path)
     assert "Conditions" in (tmp_path / "report.html").read_text()
