@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench import plan
-from bench.baselines import lends, measured_reach, reach_of
+from bench.baselines import is_baseline, lends, measured_reach, reach_of
 from bench.rows import size_text
 from bench.summary import Row, Run, number
 
@@ -159,7 +159,7 @@ def losses(run: Run) -> list[tuple[str, int, int]]:
     """Baselines that lost messages: name, lost and sent, over all their cells."""
     found: dict[str, tuple[float, float]] = {}
     for row in run.rows:
-        if row.lost():
+        if row.lost() and is_baseline(row.transport):
             lost, sent = found.get(row.transport, (0.0, 0.0))
             sent += sum(row.metrics.get("sent", ()))
             found[row.transport] = (lost + row.lost(), sent)

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench import baselines, certificates, compare, plan, report
 from bench.output import new_output, on_the_way
 from bench.progress import Progress, title
-from bench.rows import PLANNED, Cell, Result, Writer, environment
+from bench.rows import PLANNED, Cell, Result, Writer, environment, whole
 from bench.runner import run_cell
 from mq.options import listed
 
@@ -301,6 +301,8 @@ def measure(cell: Cell, reasons: dict[str, str], touch: bool = False) -> Result:
         needed = 0
     needed = min(needed, _TOUCH, plan.free_memory() // 2)
     result = run_cell(cell, workload.body, size, threads=threads, touch=needed)
+    if ours:
+        result = whole(result)
     if result.status == "ok" and not result.metrics.get("value", 0.0) > 0:
         return Result.of(cell, "failed", "too little arrived to be measured")
     return result

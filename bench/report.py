@@ -39,6 +39,8 @@ METHOD = (
     "answers included; the servers of redis and Ray are not among them. sender and "
     "receiver MB: the most resident memory above what the process started with, mapped "
     "shared memory included.",
+    "lost: messages that did not arrive, in all rounds together, those of cells that "
+    "failed for it included: ours may lose none.",
 )
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ class Result:
     Attributes:
         status: "ok"; "failed", with `reason`; or "skipped", with `reason`.
         metrics: Named numbers; "value" is the one that transports are compared by, in
-            the workload's unit.
+            the workload's unit. Of a failure only "lost" and "sent" count.
         seconds: Wall time of the whole cell.
     """
 
@@ -102,6 +102,15 @@ class Result:
         """A row about `cell`."""
         name = (cell.transport, cell.workload, cell.nbytes, cell.round)
         return cls(*name, status, reason, **rest)
+
+
+def whole(result: Result) -> Result:
+    """The result, a failure if messages were lost that every backend must deliver."""
+    lost = result.metrics.get("lost", 0.0)
+    if result.status != "ok" or not lost:
+        return result
+    reason = f"{lost:g} message(s) were lost that should have arrived"
+    return replace(result, status="failed", reason=reason)
 
 
 def environment(arguments: Sequence[str]) -> dict[str, str]:

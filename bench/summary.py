@@ -51,7 +51,7 @@ class Row:
         return median(found) if found else None
 
     def lost(self) -> float:
-        """Messages lost in all rounds."""
+        """Messages lost in all rounds, also in those that failed for it."""
         return sum(self.metrics.get("lost", ()))
 
     def ratio(self, other: Row | None) -> float | None:
@@ -67,12 +67,12 @@ class Row:
         """Take in one round."""
         if result.status != "ok":
             self.problem = f"{result.status}: {result.reason}"
+            self._note(result, ("lost", "sent"))
             return
         if result.round in self.values:  # twice in one file: the first one counts
             return
         self.values[result.round] = result.metrics["value"]
-        for name, value in result.metrics.items():
-            self.metrics.setdefault(name, []).append(value)
+        self._note(result, result.metrics)
         receiver, sender = _grown(result)
         self.receiver_bytes.append(receiver)
         self.sender_bytes.append(sender)
@@ -80,6 +80,11 @@ class Row:
         if carried:
             used = sum(one.timed_cpu_seconds for one in result.processes)
             self.cpu_per_gb.append(used / carried * 1e9)
+
+    def _note(self, result: Result, names: Iterable[str]) -> None:
+        for name in names:
+            if name in result.metrics:
+                self.metrics.setdefault(name, []).append(result.metrics[name])
 
 
 def _grown(result: Result) -> tuple[int, int]:

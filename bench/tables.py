@@ -88,7 +88,7 @@ def _workload(run: Run, workload: str, rows: list[Row]) -> Text:
             continue
         line = [size_text(row.nbytes) if row.nbytes else "-", row.transport]
         line.append(number(row.value))
-        line += [number(row.metric(name)) for name in extra]
+        line += [_figure(row, name) for name in extra]
         line += _compared(run, row)
         line.append(number(median(row.cpu_per_gb) if row.cpu_per_gb else None))
         line += [_megabytes(row.sender_bytes), _megabytes(row.receiver_bytes)]
@@ -100,6 +100,13 @@ def _workload(run: Run, workload: str, rows: list[Row]) -> Text:
         if row.problem
     ]
     return Text(workload, NOTES[workload] + _served(rows), head, lines, problems)
+
+
+def _figure(row: Row, name: str) -> str:
+    """The median of a metric; of what was lost the sum, which one round cannot hide."""
+    if name == "lost" and name in row.metrics:
+        return f"{row.lost():,.0f}"
+    return number(row.metric(name))
 
 
 def _served(rows: list[Row]) -> str:

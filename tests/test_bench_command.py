@@ -18,9 +18,10 @@ import pytest
 from bench_results import row, write
 
 from bench import command
+from bench.baselines import is_baseline
 from bench.command import main
 from bench.output import new_output
-from bench.rows import read
+from bench.rows import Cell, Result, read
 from mq import registry
 
 SMALL = ["--workloads", "latency", "--sizes", "1250", "--budget", "0.05"]
@@ -270,6 +271,32 @@ def test_the_results_of_another_run_are_not_overwritten(
     said = f"{tmp_path} has the results.jsonl of another run: name a new directory"
     assert said in capsys.readouterr().err
     assert path.read_bytes() == kept
+
+
+@pytest.mark.parametrize("name", ["tcp", "raw:zmq:ipc"])
+def test_a_cell_of_ours_that_lost_messages_has_failed(
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its figures are kept; bare libraries may lose, and are only said to."""
+
+    def lossy(cell: Cell, *_: object, **__: object) -> Result:
+        flow = {"lost": 2.0 if cell.round else 0.0, "sent": 9.0}
+        return row(cell.transport, 1.0, cell.round, "rate", cell.nbytes, **flow)
+
+    monkeypatch.setattr(command, "run_cell", lossy)
+    chosen = ["--transports", name, "--workloads", "rate", "--sizes", "64"]
+    status = main([*chosen, "--rounds", "2", "--output", str(tmp_path)])
+    ours = not is_baseline(name)
+    found = read(tmp_path / "results.jsonl")[1]
+    second = next(one for one in found if one.transport == name and one.round)
+    reason = "2 message(s) were lost that should have arrived" if ours else ""
+    assert status == int(ours)
+    assert (second.reason, second.metrics["lost"]) == (reason, 2)
+    problem = f"{name} 64 B: failed: {reason}"
+    assert (problem in capsys.readouterr().out) is ours
 
 
 def test_two_runs_begun_together_have_a_directory_each(

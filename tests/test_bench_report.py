@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -215,6 +215,28 @@ def test_several_baselines_are_compared_one_by_one_and_with_the_fastest() -> Non
     assert each.head[4:6] == ["/raw:zmq:ipc", "/raw:torch.multiprocessing"]
     line = next(li for li in each.lines if li[:3] == ["latency", "40 MB", "shm"])
     assert line[4:6] == ["0.168", "0.200"]
+
+
+def lost_in_one_of_three(status: str = "ok") -> Run:
+    """A transport of ours and a bare library that lose in the second round."""
+    flow = {"sent": 1000.0, "lost": 0.0}
+    bad = flow | {"lost": 5.0}
+    rows = [row("tcp", 9.0, n, "rate", 64, **flow) for n in (0, 2)]
+    rows += [row(LOSSY, 9.0, n, "rate", 64, **flow) for n in (0, 2)]
+    mine = row("tcp", 9.0, 1, "rate", 64, **bad)
+    if status == "failed":
+        mine = replace(mine, status="failed", reason="5 message(s) were lost")
+    return Run(gather([*rows, mine, row(LOSSY, 9.0, 1, "rate", 64, **bad)]))
+
+
+@pytest.mark.parametrize("status", ["ok", "failed"])
+def test_what_was_lost_in_any_round_is_in_the_table(status: str) -> None:
+    """Of ours in short, too, though the round has failed; beside it only of others."""
+    run = lost_in_one_of_three(status)
+    (rate,) = tables.workloads(run)
+    assert {line[rate.head.index("lost")] for line in rate.lines} == {"5"}
+    assert [one.lost for one in advice.scores(run)] == [5]
+    assert advice.losses(run) == [(LOSSY, 5, 3000)]
 
 
 def test_the_short_answer_names_the_fastest_for_each_purpose_and_reach() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import report
+
 ROOT = Path(__file__).parent.parent
 DOC = (ROOT / "docs" / "performance.md").read_text()
 Rows = dict[tuple[str, str], list[str]]
@@ -35,6 +37,20 @@ def measured(run: str, title: str) -> Rows:
 def fitted(run: str) -> dict[str, list[str]]:
     rows = table(section(run, "Two-term model"), "| transport |")
     return {row[0]: row[1:] for row in rows}
+
+
+@pytest.mark.parametrize(
+    "stored",
+    sorted((ROOT / "bench" / "results").rglob("*.md")),
+    ids=lambda one: one.stem,
+)
+def test_the_stored_reports_are_those_of_the_stored_rows(stored: Path) -> None:
+    """What a report says has not changed since; that of the applications joins four."""
+    rows = [stored.with_suffix(".jsonl")]
+    if stored.parent.name == "apps":
+        names = ("pipeline", "shards", "cartpole", "pong")
+        rows = [stored.with_name(f"{name}.jsonl") for name in names]
+    assert report.markdown(report.load(rows)) == stored.read_text()
 
 
 def test_the_two_term_model_is_that_of_the_run() -> None:

@@ -7,13 +7,12 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from bench.apps.app import ALONE, NAMES, QUICK, App, AppCell, count, load, words
 from bench.output import new_output, on_the_way
 from bench.progress import Progress, title
-from bench.rows import PLANNED, Result, Writer, environment
+from bench.rows import PLANNED, Result, Writer, environment, whole
 from bench.runner import run_cell
 
 BACKENDS = ("inproc", "shm", "zmq", "nng", "tcp", "torchrpc:cpu", "auto")
@@ -156,20 +155,11 @@ def _measure(
     if reason := app.needless(cell, before):
         result = Result.of(cell, "skipped", reason)
     else:
-        result = _whole(measure(app, cell, output))
+        result = whole(measure(app, cell, output))
     progress.end(cell, time.monotonic() - start)
     if result.status == "failed":
         print(f"{title(cell)}: {result.reason}", file=sys.stderr)
     return result
-
-
-def _whole(result: Result) -> Result:
-    """The result, a failure if messages were lost that every backend must deliver."""
-    lost = result.metrics.get("lost", 0.0)
-    if result.status != "ok" or not lost:
-        return result
-    reason = f"{lost:g} message(s) were lost that should have arrived"
-    return replace(result, status="failed", reason=reason)
 
 
 def measure(app: App, cell: AppCell, output: Path) -> Result:

@@ -10,7 +10,7 @@ from bench.apps.dqn.task import CARTPOLE, PONG
 from bench.summary import Row, number
 from bench.tables import Text
 
-_FIGURES = ("weights_age_ms", "weights_age_p99_ms", "lost")
+_FIGURES = ("weights_age_ms", "weights_age_p99_ms")
 
 
 def game_of(workload: str) -> str:
@@ -64,11 +64,13 @@ def _game(game: str, rows: Sequence[Row]) -> Text:
         line += [number(row.value), number(row.metric("steps_per_s"))]
         line.append(report.percent(row.metric("transport_share")))
         line.append(report.percent(row.metric("idle_share")))
-        lines.append(line + [number(row.metric(name)) for name in _FIGURES])
+        line += [number(row.metric(name)) for name in _FIGURES]
+        lines.append([*line, f"{row.lost():,.0f}"])
     note = (
         "s/100 iterations: seconds of the learner; transport share: the part in which "
         "it published weights or took messages; learner idle: the part in which it "
-        "waited for transitions; lost: messages of collectors that did not arrive. "
+        "waited for transitions; lost: messages of collectors that did not "
+        "arrive, in all rounds. "
     )
     if goal:
         note += (
@@ -102,7 +104,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
             goals = {name: _best(by_name[name]) for name in names}
             found.append(Column(f"{game}: 475 after steps", goals))
             lost = {name: sum(one.lost() for one in by_name[name]) for name in names}
-            shown = {name: number(count) for name, count in lost.items()}
+            shown = {name: f"{count:,.0f}" for name, count in lost.items()}
             found.append(Column("lost", shown))
             continue
         figures = [] if game != PONG else report.published("atari-dqn")
