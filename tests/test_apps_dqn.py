@@ -8,7 +8,9 @@ import io
 import multiprocessing
 import os
 import re
+import signal
 import sys
+import threading
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from nng_links import nng_runs
 import mq
 from bench.apps.app import AppCell
 from bench.apps.command import BACKENDS, measure
+from bench.apps.dqn import crew as crew_module
 from bench.apps.dqn import curves, watch
 from bench.apps.dqn.cells import APP, Placed
 from bench.apps.dqn.collector import collect
@@ -177,6 +180,29 @@ def test_an_interrupt_while_collectors_start_leaves_none(
     with pytest.raises(KeyboardInterrupt), Crew("zmq", "none", Task(collectors=2)):
         pass
     assert multiprocessing.active_children() == before
+
+
+def test_a_stopped_collector_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It gets no signal but the one that cannot wait."""
+    for grace in ("_GRACE", "_TERMINATION"):
+        monkeypatch.setattr(crew_module, grace, 0.1)
+    freed = threading.Event()
+    with Crew("zmq", "none", Task(collectors=1)) as crew:
+        (process,) = crew.processes
+        pid = process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+
+        def free() -> None:  # so that a test that fails comes to an end
+            freed.set()
+            os.kill(pid, signal.SIGKILL)
+
+        guard = threading.Timer(60.0, free)
+        guard.start()
+    guard.cancel()
+    assert not freed.is_set()
 
 
 def test_training_goes_on_from_a_checkpoint(

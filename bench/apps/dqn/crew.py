@@ -12,6 +12,7 @@ from bench.apps.dqn.task import Task
 from bench.runner import fork_server
 
 _GRACE = 10.0  # seconds for a collector to end by itself
+_TERMINATION = 5.0  # seconds for one to end when it is told to
 
 
 def collector_name(index: int) -> str:
@@ -76,5 +77,8 @@ class Crew:
             if process.exitcode is None:
                 process.terminate()
         for process in self.processes:
+            process.join(_TERMINATION)
+            if process.exitcode is None:  # stopped, or busy where no signal is seen
+                process.kill()
             process.join()
             process.close()
