@@ -61,6 +61,32 @@ def test_the_command_is_ditask_with_our_backends(tmp_path: Path) -> None:
     run(tmp_path / "heard", *command, *program)
 
 
+PROGRAM = """
+import inspect
+from ding.framework import Parallel
+from mq.integrations import ding
+
+before = inspect.signature(Parallel.runner)
+ding.register()
+assert inspect.signature(Parallel.runner) == before
+for mq_type in ("nng", "shm"):
+    assert callable(Parallel.runner(1, mq_type, None, "ipc"))
+    try:
+        Parallel.runner(1, mq_type, max_retry=2)
+    except TypeError as error:
+        assert "max_retry" in str(error), error
+    else:
+        raise AssertionError(f"{mq_type} takes max_retry")
+"""
+
+
+@needs_ding
+def test_arguments_are_those_of_di_engine() -> None:
+    """By place or by name, over its own queue and ours; what it has not is refused."""
+    status, said = start("-c", PROGRAM)
+    assert status == 0, said
+
+
 @needs_ding
 def test_workers_wait_for_each_other_at_a_barrier(tmp_path: Path) -> None:
     """DI-engine's own, told as for its mesh by how many each worker is attached to."""

@@ -24,6 +24,8 @@ are behind.
 from __future__ import annotations
 
 import atexit
+import functools
+import inspect
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -109,13 +111,18 @@ def register() -> None:
             if mq_type not in MQ_REGISTRY:
                 MQ_REGISTRY.register(mq_type)(Queue)
     theirs = Parallel.runner
+    signature = inspect.signature(theirs)
 
-    def runner(n_parallel_workers: int, mq_type: str = "nng", **options: Any) -> Any:
+    @functools.wraps(theirs)
+    def runner(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        mq_type = given.arguments["mq_type"]
         if mq_type in MQ_REGISTRY and MQ_REGISTRY.get(mq_type) is not Queue:
-            return theirs(n_parallel_workers, mq_type, **options)
+            return theirs(*args, **kwargs)
         backend = mq_type.removeprefix(_PREFIX)
         registry.load(backend)  # here, not in each worker, says why it cannot be used
-        return _runner(n_parallel_workers, mq_type, backend, **options)
+        return _runner(backend=backend, **given.arguments)
 
     runner.of_mq = True  # type: ignore[attr-defined]
     Parallel.runner = staticmethod(runner)
