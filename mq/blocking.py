@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from mq import settings
@@ -40,6 +42,8 @@ LONGEST_PAUSE = 64
 MAX_CREDIT = 2**62
 """What more stands for, as credit is sent in totals of 63 bits."""
 _new_message = tuple.__new__
+_READ_ONLY = attrgetter("readonly")
+"""Whether an area came in a batch."""
 
 
 class BlockingQueue(Membership):
@@ -347,12 +351,9 @@ class BlockingQueue(Membership):
         if pause:
             source.ahead = (pause - 1, next_pause)
             return []
-        for area, published_at in zip(areas[:MOST_AHEAD], times, strict=False):
-            payload = self._decode_ahead(area) if area.readonly else ()  # in a batch
-            if not payload:
-                break
-            sequence = first + len(messages)
-            fields = (topic, payload[0], name, sequence, life, published_at, len(area))
+        batched = takewhile(_READ_ONLY, areas[:MOST_AHEAD])
+        for n, payload in enumerate(self._decode_ahead(batched)):
+            fields = (topic, payload, name, first + n, life, times[n], len(areas[n]))
             messages.append(_new_message(Message, fields))
         more = min(2 * next_pause, LONGEST_PAUSE)
         source.ahead = (0, 1) if messages else (next_pause - 1, more)

@@ -6,11 +6,11 @@ The format is specified in ``docs/wire.md``, section *Payload*.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from mq import extensions as ext
-from mq import frames, packing, repeated, safe_types
+from mq import frames, modes, packing, repeated, safe_types
 from mq.errors import CodecError
 from mq.frames import Frames, Spread, has_buffers
 from mq.plain import decode_plain, is_plain
@@ -222,20 +222,35 @@ class Codec:
             said = safe_types.shown(error)
             raise CodecError(f"decoding a message raised {said:.500}") from error
 
-    def decode_ahead(self, area: memoryview) -> tuple[Any, ...]:
-        """The payload of a message, if that is quick and runs no application's code.
+    def decode_ahead(self, areas: Iterable[memoryview]) -> list[Any]:
+        """Payloads of messages, while that is quick and runs no application's code.
 
         Args:
-            area: As for `decode`; of a read-only one a copy is decoded.
+            areas: As for `decode`; of read-only ones copies are decoded.
 
         Returns:
-            Only the payload; nothing where `decode` is to do it, or to say what is
-            the matter.
+            Of those that come first; the next one is left to `decode`, which may say
+            what is the matter.
         """
-        try:
-            return (self._decode(area, None, False, own=True, ahead=True),)
-        except Exception:
-            return ()
+        return modes.outside(self._decode_ahead, areas)
+
+    def _decode_ahead(self, areas: Iterable[memoryview]) -> list[Any]:
+        payloads: list[Any] = []
+        for area in areas:
+            try:
+                payload = self._decode(area, None, False, own=True, ahead=True)
+            except Exception:
+                break
+            payloads.append(payload)
+        return payloads
+
+    def _unpack_again(self, area: memoryview, read_only: bool, ahead: bool) -> Any:
+        payload = unpack_repeated(area, repeated.known, read_only)
+        if payload is None:
+            payload = unpack_mixed(area, read_only)
+            if payload is not None and not ahead:
+                repeated.learn(area, payload, self._encode_plainly)
+        return payload
 
     def _decode(
         self,
@@ -253,13 +268,11 @@ class Codec:
             return decode_plain(_copied(area) if read_only else area)
         copies = own and area.readonly
         if not apart and device is None and (copies or not area.readonly):
-            payload = unpack_repeated(area, repeated.known, read_only)
+            if ahead or not modes.are_on():
+                payload = self._unpack_again(area, read_only, ahead)
+            else:
+                payload = modes.outside(self._unpack_again, area, read_only, ahead)
             if payload is not None:
-                return payload
-            payload = unpack_mixed(area, read_only)
-            if payload is not None:
-                if not ahead:
-                    repeated.learn(area, payload, self._encode_plainly)
                 return payload
         if copies and has_buffers(area):
             shared, area = area, take_aligned(len(area))
@@ -272,5 +285,5 @@ class Codec:
         )
         payload = unpacker.unpack(skeleton)
         if not apart and not ahead:
-            repeated.learn(area, payload, self._encode_plainly)
+            modes.outside(repeated.learn, area, payload, self._encode_plainly)
         return payload

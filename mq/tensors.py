@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mq import extensions as ext
+from mq import modes
 from mq.arrays import checked_size, raw_bytes, with_sound_bools
 from mq.errors import CodecError, first_line
 from mq.packing import Packer, Refusal, encode
@@ -241,6 +242,10 @@ def _unsendable(tensor: torch.Tensor) -> str:
 
 def unpack_tensor(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     """A writable view of the message, or a copy on the device asked for."""
+    return modes.outside(_unpacked, unpacker, body)
+
+
+def _unpacked(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     known = _known.find(body)
     if known is not None:
         nbytes, make = known
@@ -294,6 +299,10 @@ def _dtype_of(name: object) -> tuple[torch.dtype, np.dtype[Any], bool]:
 
 def unpack_on_device(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     """A view of an area, where that is; or a copy on the device asked for."""
+    return modes.outside(_unpacked_of_area, unpacker, body)
+
+
+def _unpacked_of_area(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     unpacker.not_ahead()  # as in `unpack_tensor`; no member sends it in a batch
     name, index, start, *dims = unpacker.decode_list(body, 3)
     dtype, bits, _ = _dtype_of(name)
@@ -374,3 +383,4 @@ def _maker(tensor: torch.Tensor) -> Make | None:
 
 KINDS[torch.Tensor] = Kind(_key, _buffer, _maker)
 know_tensors(torch.Tensor, torch.strided, _known.read)
+modes.know_torch()

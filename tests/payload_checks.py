@@ -28,7 +28,7 @@ def travel(payload: Any, codec: Codec = CODEC) -> Any:
     """The payload after a trip; decoded ahead it is the same."""
     frames = codec.encode(payload)
     arrived = codec.decode(area_of(frames))
-    for ahead in codec.decode_ahead(area_of(frames)):
+    for ahead in codec.decode_ahead([area_of(frames)]):
         assert same(ahead, arrived)
     return arrived
 

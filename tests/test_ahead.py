@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +16,9 @@ import torch
 from fresh_python import output_of
 from payload_checks import CODEC, area_of, same
 from test_devices import CARRIED, staged_of
+from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mq
 from mq.mesh.incoming import Run
@@ -174,7 +179,7 @@ def test_nothing_but_a_message_is_to_blame_for_what_it_raises(
         raise RuntimeError("out of something")
 
     monkeypatch.setattr("mq.codec.unpack_repeated", fail)
-    assert CODEC.decode_ahead(area_of(CODEC.encode(torch.ones(3)))) == ()
+    assert CODEC.decode_ahead([area_of(CODEC.encode(torch.ones(3)))]) == []
 
 
 class Mode(TorchFunctionMode):
@@ -189,19 +194,134 @@ class Mode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Dispatch(TorchDispatchMode):
+    """What an application has torch call in place of its kernels."""
+
+    called = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.called += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Mode, Dispatch])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
-def test_torch_calls_nothing_of_the_application_ahead(dtype: torch.dtype) -> None:
+def test_torch_calls_nothing_of_the_application_ahead(
+    dtype: torch.dtype, kind: Callable[[], Any]
+) -> None:
     """What it calls could call the queue, whose lock is taken."""
     payloads = (torch.ones(3).to(dtype), {"n": 1, "x": torch.ones(3).to(dtype)})
     areas = [area_of(CODEC.encode(payload)) for payload in payloads]
     staged = staged_of(CODEC.encode(payloads[0], "t", CARRIED))
     for area in (*areas, staged):
         CODEC.decode(area)
-    with Mode() as mode:
-        ahead = [CODEC.decode_ahead(area) for area in areas]
-        assert CODEC.decode_ahead(staged) == ()
+    with kind() as mode:
+        ahead = [CODEC.decode_ahead([area]) for area in areas]
+        assert CODEC.decode_ahead([staged]) == []
         assert mode.called == 0
     assert all(ahead) == (dtype is torch.float32)
+
+
+def in_context(context: Callable[[], Any]) -> Callable[[Callable[[], Any]], Any]:
+    """What calls a function in a context."""
+
+    def call(function: Callable[[], Any]) -> Any:
+        with context():
+            return function()
+
+    return call
+
+
+def in_transform(transform: Callable[..., Any]) -> Callable[[Callable[[], Any]], Any]:
+    """What calls a function in a transform of torch.func."""
+
+    def call(function: Callable[[], Any]) -> Any:
+        found: list[Any] = []
+
+        def inside(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(function())
+            return tensor.sum()
+
+        transform(inside)(torch.ones(3))
+        return found[0]
+
+    return call
+
+
+MODES = {
+    "inference": in_context(torch.inference_mode),
+    "fake": in_context(FakeTensorMode),
+    "dispatch": in_context(Dispatch),
+    "grad": in_transform(torch.func.grad),
+    "functionalize": in_transform(torch.func.functionalize),
+    "vmap": in_transform(torch.func.vmap),
+}
+
+
+def is_usual(tensor: torch.Tensor) -> bool:
+    """Whether it is the application's own, to be used in and outside of all modes."""
+    weight = torch.ones(tensor.shape, dtype=tensor.dtype, requires_grad=True)
+    tensor.add_(0)
+    (weight * tensor).sum().backward()  # type: ignore[no-untyped-call]
+    return (
+        type(tensor) is torch.Tensor
+        and not tensor.is_inference()
+        and not torch._is_functional_tensor(tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+@pytest.mark.parametrize("inside", MODES.values(), ids=MODES)
+def test_a_mode_of_torch_changes_no_tensor_that_is_received(
+    queues: tuple[mq.MQ, mq.MQ], inside: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Neither that of the call in the mode, nor of those that were decoded with it."""
+    writer, reader = queues
+    kinds: list[Callable[[torch.Tensor], Any]] = [
+        lambda tensor: tensor,
+        lambda tensor: {"x": tensor},
+        lambda tensor: [1, {"x": tensor}],
+    ]
+    for kind in kinds:
+        writer.publish("t", kind(torch.ones(3)))
+        reader.recv(timeout=20.0)
+        for n in range(60):
+            writer.publish("t", kind(torch.full((3,), float(n))))
+        writer.flush(timeout=20.0)
+        for n in range(60):
+
+            def take() -> Any:
+                return reader.recv(timeout=20.0).payload
+
+            payload = inside(take) if n % 25 == 0 else take()
+            assert same(payload, kind(torch.full((3,), float(n))))
+            tensor = payload[1] if isinstance(payload, list) else payload
+            assert is_usual(tensor["x"] if isinstance(tensor, dict) else tensor)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("inside", MODES.values(), ids=MODES)
+def test_each_way_of_decoding_is_outside_of_modes(
+    inside: Callable[[Callable[[], Any]], Any], compiled: bool
+) -> None:
+    """Also the first time, on a device, and of a dtype that NumPy does not have."""
+    tensors = [torch.ones(3), torch.ones(3, dtype=torch.bfloat16), torch.ones(9000)]
+    areas = [
+        area_of(CODEC.encode(one)) for tensor in tensors for one in (tensor, [tensor])
+    ]
+    areas.append(staged_of(CODEC.encode(tensors[0], "t", CARRIED)))
+    with contextlib.ExitStack() as stack:
+        if not compiled:
+            for name in ("unpack_mixed", "unpack_repeated"):
+                stack.enter_context(mock.patch(f"mq.codec.{name}", return_value=None))
+        for area in areas:
+            for device in (None, "cpu"):
+                for _ in range(3):
+                    found = inside(partial(CODEC.decode, area, device=device))
+                    tensor = found[0] if isinstance(found, list) else found
+                    assert is_usual(tensor)
 
 
 def test_torch_is_not_loaded_ahead() -> None:
@@ -210,6 +330,6 @@ def test_torch_is_not_loaded_ahead() -> None:
     program = (
         "import sys; from mq.codec import Codec\n"
         f"area = memoryview(bytearray({area!r}))\n"
-        "print(Codec().decode_ahead(area), 'torch' in sys.modules)"
+        "print(Codec().decode_ahead([area]), 'torch' in sys.modules)"
     )
-    assert output_of(program) == "() False\n"
+    assert output_of(program) == "[] False\n"

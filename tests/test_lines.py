@@ -264,7 +264,7 @@ def test_who_takes_one_of_many_messages_calls_the_next(pair: Pair) -> None:
             a.publish("t", number)
         a._driver.run(lambda: None)  # sends it
         b._decode_run = lambda *args: []  # none is decoded ahead
-        b._decode_ahead = lambda *args: ()  # type: ignore[method-assign,assignment]
+        b._decode_ahead = lambda *args: []  # type: ignore[method-assign,assignment]
         decode, numbers = b._decode, iter(range(MANY))
 
         def fail_now_and_then(*args: Any, **kwargs: Any) -> Any:
