@@ -255,8 +255,12 @@ def _unpacked(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
     name, *dims = unpacker.decode_list(body, 1)
     dtype, bits, carried = _dtype_of(name)
     nbytes = checked_size(dims, bits.itemsize)
-    view = _writable(unpacker.take(nbytes)) if nbytes else None
-    tensor = torch.from_numpy(with_sound_bools(np.ndarray(dims, bits, view)))
+    if nbytes:
+        view = _writable(unpacker.take(nbytes))
+        tensor = torch.from_numpy(with_sound_bools(np.ndarray(dims, bits, view)))
+    else:  # from NumPy it would have other strides than one made here
+        carrier = _BY_DTYPE[dtype][1]
+        tensor = torch.empty(dims, dtype=carrier or dtype, device="cpu")
     if carried:
         tensor = tensor.view(dtype)
     _known.learn(body, nbytes, _maker(tensor))

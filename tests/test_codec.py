@@ -174,6 +174,21 @@ def test_tensors_of_every_dtype_arrive_bit_by_bit(dtype: torch.dtype) -> None:
     assert travel(tensor.T).is_contiguous()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("shape", [(0,), (0, 2), (3, 0, 2), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_a_tensor_without_elements_has_the_strides_of_one_made_here(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """Else it could not be seen as another dtype."""
+    here = torch.empty(shape, dtype=torch.uint8).to(dtype)
+    for found in (travel(here), travel([1, here])[1]):
+        assert same(found, here)
+        assert found.stride() == here.stride()
+        if found.shape[-1]:
+            assert found.view(torch.uint8).stride() == here.view(torch.uint8).stride()
+
+
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=8))
 def test_nans_keep_their_bits(words: list[int]) -> None:
     """Floats in lists, arrays and tensors are never converted."""

@@ -119,6 +119,18 @@ def test_strides_history_and_lazy_bits_are_carried_out() -> None:
     assert all(t.is_contiguous() and not t.requires_grad for t in found)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_has_no_elements_has_the_strides_of_a_tensor_made_here(
+    dtype: torch.dtype,
+) -> None:
+    """Alone, between others and as the last."""
+    shapes = [(0,), (0, 2), (3, 0, 2), (2, 3, 0)]
+    sent = [torch.empty(shape, dtype=torch.uint8).to(dtype) for shape in shapes]
+    sent.insert(2, torch.ones(3))
+    found = CODEC.decode(spread_of(CODEC.encode(sent, "t", CARRIED)))
+    assert [tensor.stride() for tensor in found] == [t.stride() for t in sent]
+
+
 def test_pads_between_tensors_are_zero() -> None:
     """What the device's memory held before stays here."""
     area = Area(torch.device("cpu"))

@@ -84,6 +84,22 @@ def test_the_second_is_as_the_first(dtype: torch.dtype, shape: tuple[int, ...]) 
     assert CODEC.encode(second).pack() == long
 
 
+@pytest.mark.parametrize("python", [False, True])
+def test_what_has_no_elements_is_made_alike_each_time(
+    python: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it would lie in the message."""
+    if python:
+        monkeypatch.setattr("mq.codec.unpack_repeated", repeated.unpack)
+        monkeypatch.setattr("mq.codec.unpack_mixed", speed._nothing)
+    for length in range(frames.ALIGNMENT):
+        payload = {"a" * length: torch.ones(16), "e": torch.empty(0, 2)}
+        for _ in range(3):
+            found = CODEC.decode(area_of(payload))
+            assert same(found, payload)
+            assert found["e"].stride() == (2, 1)
+
+
 DICTS: list[dict[Any, Any]] = [
     {"a": torch.ones(3)},
     {"a": torch.ones(3), "b": torch.ones((), dtype=torch.int64)},
