@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import mq
 from mq.mesh import lead, publishing
 from mq.testing import STEP, Member, wait_until
 from mq.testing.harness import expect
+from transports import inproc
 
 MIB = 1 << 20
 
@@ -161,3 +163,60 @@ def test_an_interrupt_waits_until_the_memory_is_free() -> None:
 
 def _published(queue: mq.MQ) -> int:
     return int(queue.stats()["topics"]["t"]["published"])
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[mq.MQ, mq.MQ]]:
+    """Two queues of this process, one of which publishes what the other gets."""
+    options: Any = {"group": "starved", "peer_timeout": 1.0}
+    with (
+        mq.connect("inproc", name="a", **options) as a,
+        mq.connect("inproc", name="b", **options) as b,
+    ):
+        b.subscribe("t")
+        yield a, b
+
+
+class Memory:
+    """What `inproc` copies messages into.
+
+    Attributes:
+        left: How often there is some.
+        asked: How often there was none.
+    """
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.asked = 0
+        self._keep = inproc._End._keep
+
+    def keep(self, end: Any, body: memoryview | None) -> memoryview | None:
+        if body is not None:
+            if not self.left:
+                self.asked += 1
+                raise MemoryError
+            self.left -= 1
+        return self._keep(end, body)
+
+
+def test_what_an_engine_had_no_memory_for_arrives_once_there_is_some(
+    pair: tuple[mq.MQ, mq.MQ], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is committed, and neither lost nor doubled."""
+    a, b = pair
+    memory = Memory(3)
+
+    def keep(end: Any, body: memoryview | None) -> memoryview | None:
+        if memory.asked == 2:
+            memory.left = 1 << 30
+        return memory.keep(end, body)
+
+    monkeypatch.setattr(inproc._End, "_keep", keep)
+    array = np.arange(40 * MIB, dtype=np.uint8)
+    a.publish("t", array, timeout=STEP)
+    sent, array[:] = array.copy(), 1
+    a.publish("t", "next", timeout=STEP)
+    assert (b.recv(timeout=STEP).payload == sent).all()
+    assert b.recv(timeout=STEP).payload == "next"
+    assert memory.asked == 2
+    assert a.stats()["mesh"]["forgotten"] == 0

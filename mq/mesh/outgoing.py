@@ -44,6 +44,9 @@ Logged = Outgoing | tuple[float, bytes | Large]
 """What a log holds: a message, with or without its number."""
 
 
+View = tuple[int, int, list[Logged]]
+"""See `Topic.view`."""
+
 NO_LIMIT: Final = 1 << 62
 """A sequence, or a number of bytes, that is never reached."""
 
@@ -81,7 +84,7 @@ class Topic:
         self.stats = TopicStats()
         self.feeds: deque[Feed] = deque()
         self._retained: deque[Outgoing] = deque(maxlen=1)
-        self.view: tuple[int, int, list[Logged]] = (0, 0, [])
+        self.view: View = (0, 0, [])
         self._summed = (self.view[2], 0, 0)
         self.gate = speed.Gate()
         self.refresh()
@@ -125,9 +128,13 @@ class Topic:
         self._summed = (log, len(log), total)
         return total
 
-    def message(self, sequence: int) -> Outgoing:
-        """A message that is in the log."""
-        base, _, log = self.view
+    def message(self, sequence: int, view: View | None = None) -> Outgoing:
+        """A message that is in the log.
+
+        Args:
+            view: That of before: a log that was trimmed since has all that it had.
+        """
+        base, _, log = view or self.view
         logged = log[sequence - base]
         return Outgoing(logged[0], logged[1], sequence)
 

@@ -148,7 +148,7 @@ class Publishing(Memory):
         block: Block | None,
     ) -> None:
         published_at = time.time()
-        newest = topic.newest
+        view, newest = topic.view, topic.newest
         message: Outgoing | None = None
         held_until: float | None = None
         try:
@@ -164,7 +164,7 @@ class Publishing(Memory):
             self.mesh.recover()
             if topic.newest == newest:  # nobody got it
                 raise
-            message = message or topic.message(newest + 1)
+            message = message or topic.message(newest + 1, view)
             self._let_go(topic, message)
             if not isinstance(error, MemoryError):
                 raise
