@@ -16,7 +16,8 @@ from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.dial import ATTEMPT_SECONDS, MAX_GREETERS, Dial
 from mq.mesh.greeting import GREET_SECONDS
-from mq.mesh.reader import MALFORMED_LIMIT, REST_SECONDS
+from mq.mesh.reader import MALFORMED_LIMIT
+from mq.mesh.starved import REST_SECONDS
 
 pytestmark = pytest.mark.usefixtures("small_messages")
 

@@ -178,25 +178,52 @@ def pair() -> Iterator[tuple[mq.MQ, mq.MQ]]:
 
 
 class Memory:
-    """What `inproc` copies messages into.
+    """What `inproc` copies messages into; the publisher has none to copy them aside.
 
     Attributes:
         left: How often there is some.
         asked: How often there was none.
     """
 
-    def __init__(self, left: int) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, publisher: mq.MQ, left: int) -> None:
         self.left = left
         self.asked = 0
-        self._keep = inproc._End._keep
+        keep = inproc._End._keep
 
-    def keep(self, end: Any, body: memoryview | None) -> memoryview | None:
-        if body is not None:
-            if not self.left:
-                self.asked += 1
-                raise MemoryError
-            self.left -= 1
-        return self._keep(end, body)
+        def keep_some(end: Any, body: memoryview | None) -> memoryview | None:
+            if body is not None:
+                self.take()
+            return keep(end, body)
+
+        def take(nbytes: int) -> memoryview:
+            raise MemoryError
+
+        patch.setattr(inproc._End, "_keep", keep_some)
+        patch.setattr(publisher._mesh.publisher, "_take", take)
+
+    def take(self) -> None:
+        """Take some of it."""
+        if not self.left:
+            self.asked += 1
+            raise MemoryError
+        self.left -= 1
+
+
+@pytest.mark.parametrize("left", [0, 1, 7])
+def test_what_an_engine_has_no_memory_for_is_given_up(
+    pair: tuple[mq.MQ, mq.MQ], monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """After as long as a peer may be silent; then the caller's memory is free."""
+    a, b = pair
+    with monkeypatch.context() as patch:
+        memory = Memory(patch, a, left)
+        a.publish("t", np.full(40 * MIB, 7, np.uint8), timeout=STEP)
+        assert memory.asked > 1
+        assert a.stats()["mesh"]["forgotten"] == 1
+    with pytest.raises(mq.MessagesLost):
+        b.recv(timeout=STEP)
+    a.publish("t", "next", timeout=STEP)
+    assert b.recv(timeout=STEP).payload == "next"
 
 
 def test_what_an_engine_had_no_memory_for_arrives_once_there_is_some(
@@ -204,17 +231,19 @@ def test_what_an_engine_had_no_memory_for_arrives_once_there_is_some(
 ) -> None:
     """It is committed, and neither lost nor doubled."""
     a, b = pair
-    memory = Memory(3)
+    memory = Memory(monkeypatch, a, 3)
+    take = memory.take
 
-    def keep(end: Any, body: memoryview | None) -> memoryview | None:
+    def take_later() -> None:
         if memory.asked == 2:
             memory.left = 1 << 30
-        return memory.keep(end, body)
+        take()
 
-    monkeypatch.setattr(inproc._End, "_keep", keep)
+    monkeypatch.setattr(memory, "take", take_later)
     array = np.arange(40 * MIB, dtype=np.uint8)
+    sent = array.copy()
     a.publish("t", array, timeout=STEP)
-    sent, array[:] = array.copy(), 1
+    array[:] = 1
     a.publish("t", "next", timeout=STEP)
     assert (b.recv(timeout=STEP).payload == sent).all()
     assert b.recv(timeout=STEP).payload == "next"

@@ -11,6 +11,7 @@ from mq.mesh.feed import Feed
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 from mq.mesh.publishing import Publishing
+from mq.mesh.starved import send
 from mq.seconds import deadline_after
 
 T = TypeVar("T")
@@ -135,7 +136,7 @@ class Driver(Publishing):
         owed = self._subscriber.owed
         now = time.monotonic()
         while owed:
-            owed.pop().pump(now)
+            send(self.mesh, owed.pop(), now)
         self._nudge()
 
     def _wait_for_item(self, deadline: float | None) -> Any:

@@ -26,6 +26,7 @@ from mq.mesh.publisher import Publisher
 from mq.mesh.reader import Reader
 from mq.mesh.recovery import recover
 from mq.mesh.session import Fate, Session
+from mq.mesh.starved import send
 from mq.mesh.subscriber import Subscriber
 from mq.stats import MeshStats
 from mq.transport import LINGER_SECONDS, Event, What
@@ -154,14 +155,14 @@ class Mesh:
         sent = False
         if self.subscriber.returns.queue:
             self.subscriber.give_back()
-        for session in self.sessions.values():
+        for session in list(self.sessions.values()):
             if (
                 session.busy
                 or session.batch_at is not None
                 or session.answer_at is not None
                 or session.sent < len(session.frames)
             ):
-                sent |= session.pump(now, flush)
+                sent |= send(self, session, now, flush)
         return sent
 
     def next_deadline(self) -> float:
@@ -257,7 +258,6 @@ class Mesh:
         self._cut(session)
         session.attach(conn, received, now)
         self.conns[conn] = session
-        session.pump(now)
         self.changed += 1
         logger.debug("resumed the session with %s over %s", session.name, conn.address)
 
@@ -375,9 +375,9 @@ class Mesh:
         """Say BYE to everyone; new connections are refused from now on."""
         self.leaving = True
         now = self.clock()
-        for session in self.sessions.values():
+        for session in list(self.sessions.values()):
             session.control(wire.BYE, reason)
-            session.pump(now, flush=True)
+            send(self, session, now, flush=True)
 
     def has_left(self) -> bool:
         """Whether every connected peer has received the BYE."""

@@ -18,6 +18,7 @@ from mq.mesh.session import (
     UNHURRIED_SECONDS,
     Session,
 )
+from mq.mesh.starved import NO_MEMORY, starved
 from mq.mesh.wire import Malformed
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ MALFORMED_LIMIT: Final = 3
 """Times the same frame may be malformed before the session is given up."""
 MOST_COMPLAINTS: Final = 1024
 """Peers whose first offence is logged: one may come under any number of names."""
-REST_SECONDS: Final = 0.25
-"""How long nothing is taken of a peer for whose message there was no memory."""
 _CONTROL_KINDS: Final = frozenset(
     {
         wire.SUBSCRIBE,
@@ -111,7 +110,7 @@ class Reader:
             self.malformed(session, error)
             return
         except MemoryError as error:
-            self._starved(session, str(error) or "the system has no memory")
+            starved(self._mesh, session, str(error) or NO_MEMORY, sending=False)
             return
         self.stopped_early = True
 
@@ -335,29 +334,6 @@ class Reader:
             mesh.forget(session, f"malformed frames: {error}")
         else:
             mesh.disconnect(session, f"malformed frame: {error}")
-
-    def _starved(self, session: Session, reason: str) -> None:
-        """There is no memory for what a peer has sent, which is to come again.
-
-        As long as a peer may be silent; what others send goes on meanwhile.
-        """
-        mesh, now = self._mesh, self._mesh.clock()
-        number, since = session.starved_at
-        if number != session.received:
-            since = now
-            session.starved_at = (session.received, now)
-            most = "" if session.timeout is None else f", for {session.timeout:g} s"
-            logger.warning(
-                "%s has to send a message again until there is memory%s: %s",
-                session.name,
-                most,
-                reason,
-            )
-        if session.timeout is not None and now - since >= session.timeout:
-            mesh.forget(session, reason)
-        else:
-            session.rests_until = now + REST_SECONDS
-            mesh.disconnect(session, reason)
 
     def complain(self, who: str, address: str, error: object) -> None:
         """Log what a peer did wrong, once per peer."""

@@ -59,8 +59,8 @@ class Session(Backlog):
         partial: The chunk whose body is arriving: head, flags, frame number, view.
         malformed_at: The last frame received before a malformed one, and how often that
             came.
-        starved_at: The last frame received before one for which there was no memory,
-            and since when that is so.
+        starved_at: Of receiving, the last frame received before one for which there was
+            no memory; of sending, the first that the peer lacks; and since when.
         rests_until: Until then it is not resumed, for want of memory.
         peer_waits: Whether the peer's `publish` has waited for us for long.
         fate: Why the session was forgotten; None while it lives.
@@ -99,7 +99,7 @@ class Session(Backlog):
         self.answer_at: float | None = None
         self.had_its_fill = False
         self.malformed_at = (-1, 0)
-        self.starved_at = (-1, 0.0)
+        self.starved_at = [(-1, 0.0), (-1, 0.0)]
         self.rests_until = 0.0
         self.peer_waits = False
         self.fate: Fate | None = None

@@ -15,6 +15,7 @@ from mq.mesh import wire
 from mq.mesh.lead import Lead
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
+from mq.mesh.starved import send
 from mq.seconds import deadline_after
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class Waiting(Lead):
                 self._waits[session] += 1
                 if self._waits[session] == 1:
                     session.control(wire.WAITING, True)
-                    session.pump(time.monotonic(), flush=True)
+                    send(self.mesh, session, time.monotonic(), flush=True)
 
     def _tell_going_on(self, told: set[Session]) -> None:
         """The call does not wait any more; perhaps others of this member do."""
@@ -170,7 +171,7 @@ class Waiting(Lead):
             del self._waits[session]
             if session.alive:
                 session.control(wire.WAITING, False)
-                session.pump(time.monotonic(), flush=True)
+                send(self.mesh, session, time.monotonic(), flush=True)
 
     def _raise_timeout(
         self,
