@@ -353,6 +353,10 @@ _WITH_STATE: Final = {
 }
 _REGISTERED: Final = "mq.add_safe_types(TensorDict) on both sides"
 _HINTS: Final = {
+    "torch._subclasses.fake_tensor:FakeTensor": (
+        "it stands for a tensor and has no elements; publish outside of "
+        "FakeTensorMode, which torch.export uses, too"
+    ),
     "tensordict._lazy:LazyStackedTensorDict": (
         f"send .contiguous(), or the list .tensordicts, after {_REGISTERED}"
     ),

@@ -93,6 +93,13 @@ def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
             f"torch does not give a tensor's data here: {first_line(error)}; publish "
             "it outside of FakeTensorMode"
         ) from error
+    except TypeError as error:
+        if not torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            raise
+        raise Refusal(
+            "torch.jit.trace records what is done with a tensor here, and its shape is "
+            "no numbers; publish outside of the function that is traced"
+        ) from error
     except (torch.cuda.OutOfMemoryError, RecursionError):
         raise
     except RuntimeError as error:  # a GPU that has failed, above all

@@ -407,6 +407,33 @@ def test_tensors_under_a_mode_that_hides_them_are_refused(
             CODEC.encode(payload)
 
 
+def test_tensors_made_under_that_mode_are_refused_alike() -> None:
+    """They have no data, so that to register their type would be no remedy."""
+    with FakeTensorMode():
+        for payload in (torch.ones(3), {"a": torch.ones(3)}):
+            with pytest.raises(CodecError, match="outside of FakeTensorMode"):
+                CODEC.encode(payload)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("again", [False, True])
+def test_tensors_are_refused_while_torch_traces(again: bool) -> None:
+    """Their shapes are tensors then, which are recorded."""
+    sent = torch.ones(3, 5)
+    if again:
+        CODEC.encode(sent)
+        CODEC.encode([sent])
+
+    def traced(tensor: torch.Tensor) -> torch.Tensor:
+        for payload in (tensor, {"a": tensor}, [tensor], tensor.T):
+            with pytest.raises(CodecError, match=r"torch\.jit\.trace.*outside of"):
+                CODEC.encode(payload)
+        return tensor
+
+    torch.jit.trace(traced, sent, check_trace=False)  # type: ignore[no-untyped-call]
+    assert same(travel(sent), sent)
+
+
 FIRST_UNDER_A_MODE = """
 import torch
 from torch._subclasses import FakeTensorMode
@@ -424,7 +451,7 @@ with mq.connect("inproc", group="first", name="one") as queue:
 
 def test_the_first_tensor_of_a_process_may_be_under_a_mode() -> None:
     """What knows tensors is imported then, and has none of its own."""
-    assert "FakeTensor is not data" in output_of(FIRST_UNDER_A_MODE)
+    assert "outside of FakeTensorMode" in output_of(FIRST_UNDER_A_MODE)
 
 
 def test_messages_ask_for_unregistered_types_in_vain() -> None:
