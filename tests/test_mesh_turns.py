@@ -13,9 +13,11 @@ from mq.mesh import wire
 from mq.mesh.backlog import Backlog
 from mq.mesh.feed import Feed
 from mq.mesh.frame import Frame
+from mq.mesh.outgoing import Outgoing
 
-LARGEST = WHOLE_BYTES + ALIGNMENT
-"""A body, and what may precede the message in it."""
+SLACK_BYTES = 50
+LARGEST = WHOLE_BYTES + ALIGNMENT + SLACK_BYTES
+"""A body, what may precede the message in it, and what turns do not look at."""
 WAITING = 30
 """Messages of which some always wait, whatever the connection takes."""
 
@@ -31,6 +33,7 @@ class Turns:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, wholes: str, *topics: str):
         monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
+        monkeypatch.setattr("mq.mesh.backlog.SLACK_BYTES", SLACK_BYTES)
         self.world = world = World("a", "b", wholes=wholes)
         self.a, self.b = world["a"], world["b"]
         self.a.link.capacity = 4
@@ -214,3 +217,60 @@ def test_small_messages_wait_for_one_large_one_of_each_topic(
         while turns.feeds["tiny"].queued():
             turns.step()
         assert turns.framed.index("tiny") <= 2
+
+
+@pytest.mark.parametrize("others", [300, 10, 5000], ids=["large", "small", "any"])
+def test_many_topics_are_not_looked_at_for_each_large_message(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few of them are, for each frame and topic."""
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", 128)
+    monkeypatch.setattr("mq.mesh.backlog.SLACK_BYTES", 3000)
+    chance = random.Random(0)
+    world = World("a", "b")
+    a, b = world["a"], world["b"]
+    names = [f"topic {number}" for number in range(300)]
+    for name in ("large", *names):
+        b.subscribe(name)
+    world.settle()
+    a.link.capacity = 1
+    for _ in range(3):
+        assert a.publish("large", bytes(1500))
+    looks, slot = [0], Feed.served  # type: ignore[misc]
+
+    def get(feed: Feed) -> int:
+        looks[0] += 1
+        return slot.__get__(feed)  # type: ignore[no-any-return, attr-defined]
+
+    monkeypatch.setattr(Feed, "served", property(get, slot.__set__))  # type: ignore[attr-defined]
+    for _ in range(2):
+        for name in names:
+            nbytes = others if others < 1500 else chance.randint(10, 1500)
+            assert a.publish(name, bytes(nbytes))
+        assert a.publish("large", bytes(1500))
+    session = a.session(b)
+    before, looks[0] = session.number, 0
+    a.link.capacity = 10_000
+    world.settle()
+    frames = session.number - before
+    assert len(b.recv_all()) == 2 * len(names) + 5
+    assert looks[0] <= 4 * (frames + 2 * len(names)), frames
+
+
+def test_who_was_alone_meanwhile_owes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor has who comes back a claim to what went meanwhile."""
+    turns = Turns(monkeypatch, "ab", "one", "two")
+    for _ in range(8):
+        turns.publish("two", 140)
+    turns.publish("one", 1500)
+    turns.settle()
+    for _ in range(20):
+        turns.publish("two", 140)
+        turns.settle()
+    turns.a.link.capacity = 1
+    for _ in range(8):
+        turns.publish("two", 140)
+        turns.publish("one", 140)
+    del turns.framed[:]
+    turns.settle()
+    assert turns.framed[:6].count("one") == 3

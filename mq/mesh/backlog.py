@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from mq.mesh import wire
@@ -29,9 +28,10 @@ MOST_ANSWER_BYTES: Final = 64 << 20
 """Of answers that a peer may have asked for and not received."""
 _FRAME_BYTES: Final = 256
 """About what a frame takes beside its content."""
+SLACK_BYTES: Final = 256 << 10
+"""What topics with large messages may have had more than others, and have a turn."""
 ANSWERED_PART: Final = 0.25
 """Of what may be under way without an answer: what is beyond is answered at once."""
-_served = attrgetter("served")
 
 
 class Backlog:
@@ -40,7 +40,8 @@ class Backlog:
     Attributes:
         feeds: The peer's subscriptions by id.
         busy: Those with something to be framed, in turn.
-        served: What `Feed.served` was of the feed whose turn was last, before it.
+        served: What who has none to be sent has no claim to: the least `Feed.served`
+            when feeds were compared, and that of one that was alone since.
         frames: Numbered frames until the peer has received them.
         sent: How many of these were sent over the present connection.
         number: Of the newest frame.
@@ -148,15 +149,16 @@ class Backlog:
                 busy.rotate(-1)
                 if self.is_ahead():
                     continue
-                large = message.data
-                if waiting > 1:
-                    feed, message, large = self._least_served(feed)
-                if self.lends and large.block is not None:
+                feed, message, large = self._least_served(feed, message, message.data)
+                # What has begun in chunks goes on so, where another link lends, too.
+                if self.lends and large.block is not None and feed.progress is None:
                     self._append_lent(feed, message, large, large.block)
                 else:
                     self._append_chunk(feed, message, large)
-                if waiting > 1:
-                    feed.served = self.served + self.frames[-1].large_nbytes
+                served = max(feed.served, self.served) + self.frames[-1].large_nbytes
+                feed.served = served
+                if waiting == 1:  # what others have had before is made up for by this
+                    self.served = served
                 return True
             run = feed.small(message, BATCH_MESSAGES - count, BATCH_BYTES - size)
             parts += wire.pack_run(feed.subscription, *run)
@@ -180,26 +182,31 @@ class Backlog:
         self.batch_at = None
         return True
 
-    def _least_served(self, one: Feed) -> tuple[Feed, Outgoing, Large]:
+    def _least_served(
+        self, feed: Feed, message: Outgoing, large: Large
+    ) -> tuple[Feed, Outgoing, Large]:
         """Who has a large message and has had the fewest bytes, and the message.
 
-        Who had none to be sent for a while has no claim to what others had meanwhile.
+        Or about so: thousands of them are not looked at for each message. Who had none
+        to be sent for a while has no claim to what others had meanwhile.
 
         Args:
-            one: A feed that has one.
+            feed: One that has a large message, which is the next one.
         """
-        if one.served == NO_LIMIT:
-            one.served = self.served
-        while True:
-            feed = min(self.busy, key=_served)
-            message = feed.head()
-            if message is None:
-                self.busy.remove(feed)
-            elif isinstance(message.data, Large):
-                self.served = max(self.served, feed.served)
-                return feed, message, message.data
-            else:
-                feed.served = NO_LIMIT
+        if feed.served == NO_LIMIT:
+            feed.served = self.served
+        least = feed.served
+        if least <= self.served + SLACK_BYTES:
+            return feed, message, large
+        for other in self.busy:
+            if other.served < least:
+                head = other.head()
+                if head is not None and isinstance(head.data, Large):
+                    feed, message, large, least = other, head, head.data, other.served
+                else:
+                    other.served = NO_LIMIT
+        self.served = max(self.served, least)
+        return feed, message, large
 
     def is_ahead(self, part: float = 1.0) -> bool:
         """Whether this part of what may be under way without an answer is."""

@@ -35,9 +35,9 @@ class Feed:
             much of that chunk's body is in frames.
         cut: A message's sequence, and a part of one of its chunks that is framed alone:
             the chunk's index, and where the part begins and ends.
-        served: Bytes of its large messages that were framed while other feeds waited,
-            and of theirs while it had none; `NO_LIMIT` where a small one came next when
-            it was looked at, so that it need not be looked at each time.
+        served: Bytes of its large messages that were framed, and of others' while it
+            had none; `NO_LIMIT` where none came next when it was looked at, so that it
+            need not be looked at each time.
         on_wire: For keep-last, whether a message has left and is not yet received.
         withheld: Size of a retained message that is too large for the subscriber, or 0.
         joined: Sequence of the first message published after the subscription began.
