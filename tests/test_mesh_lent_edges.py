@@ -13,6 +13,8 @@ from world import World
 
 from mq.lending import BLOCK_BYTES
 from mq.mesh import wire
+from mq.mesh.backlog import Backlog
+from mq.mesh.frame import Frame
 from mq.mesh.inbox import Item
 from mq.mesh.incoming import Run, Source
 
@@ -117,3 +119,36 @@ def test_a_view_that_nobody_ever_had_releases_nothing(
     b.views.clear()
     world.settle()
     assert a.session(b).lent_bytes() == 0
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_a_message_of_which_a_part_has_left_is_not_lent(
+    world: World, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on in chunks where the session resumes over a link that lends."""
+    monkeypatch.setattr(ScriptedConn, "lends", False)
+    a, b = world["a"], world.join("b")
+    b.subscribe("t")
+    world.settle()
+    a.link.capacity = 1
+    messages = [bytes([number]) * 3000 for number in range(4)]
+    for message in messages:
+        assert a.publish("t", message)
+    for _ in range(steps):
+        for conn in world.net.steps()[:1]:
+            world.net.deliver(conn)
+        b.poll()
+        a.poll()
+    world.cut("a", "b")
+    monkeypatch.setattr(ScriptedConn, "lends", True)
+    append = Backlog._append
+
+    def bounded(backlog: Backlog, frame: Frame) -> None:
+        assert frame.number < 200  # else it would go on for ever
+        append(backlog, frame)
+
+    monkeypatch.setattr(Backlog, "_append", bounded)
+    a.link.capacity = 1000
+    world.advance(3.0)
+    assert b.payloads() == messages
+    assert b.mesh.stats.malformed == 0

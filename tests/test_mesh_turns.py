@@ -13,7 +13,6 @@ from mq.mesh import wire
 from mq.mesh.backlog import Backlog
 from mq.mesh.feed import Feed
 from mq.mesh.frame import Frame
-from mq.mesh.outgoing import Outgoing
 
 SLACK_BYTES = 50
 LARGEST = WHOLE_BYTES + ALIGNMENT + SLACK_BYTES
