@@ -24,6 +24,7 @@ from mq.stream import sockets
 from mq.stream.conn import StreamConn
 from mq.testing.link_world import PATIENCE, MakeLink, World
 from mq.testing.proxy import Proxy
+from mq.testing.waiting import wait_until
 from mq.transport import Conn, What
 from transports.shm import ShmLink
 from transports.tcp import TcpLink
@@ -127,6 +128,29 @@ def test_strangers_that_say_nothing_are_bounded(name: str) -> None:
         world.connect()
         for plain in silent:
             plain.close()
+
+
+@links("nng-ipc", "nng-tcp", "tcp", "tls")
+def test_strangers_beyond_the_bound_are_let_in_one_at_a_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine frees the descriptors of the one before only in a while."""
+    monkeypatch.setattr("mq.stream.listening._STRANGERS", 4)
+    with World(LINKS[name]) as world, contextlib.ExitStack() as ends:
+        link = world.members[1].link
+        for _ in range(12):
+            ends.enter_context(connected(world.members[1].addresses[0]))
+        most = 0
+
+        def look() -> bool:
+            nonlocal most
+            before = link.malformed
+            assert not list(link.poll())
+            most = max(most, link.malformed - before)
+            return link.malformed == 8
+
+        wait_until(look, "all but four to be turned away")
+        assert most == 1
 
 
 @over_tcp

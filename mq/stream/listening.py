@@ -93,9 +93,12 @@ class Listening(Watching[ConnT], Link):
                 return
             conn = self._new(self.name_peer(peer), What.ACCEPTED)
             self.strangers[conn] = time.monotonic()
-            if len(self.strangers) > most_open(_STRANGERS, conn.descriptors_taken):
+            full = len(self.strangers) > most_open(_STRANGERS, conn.descriptors_taken)
+            if full:
                 self._turn_away(next(iter(self.strangers)))
             conn.start(accepted)
+            if full:  # an engine frees the other's descriptors in a while
+                return
 
     def _turn_away(self, stranger: ConnT) -> None:
         self.malformed += 1
