@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import functools
 import gc
 import os
@@ -18,6 +19,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pynng
 import pytest
@@ -33,6 +35,8 @@ from mq.stream.sockets import listening
 from mq.testing.link_world import PATIENCE, World
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
 from transports._nng_conns import NngConn
+from transports._nng_pair import unread
+from transports._nng_tls import TlsChannel
 from transports.nng import NngLink
 from transports.nng_tls import NngTlsLink
 
@@ -138,6 +142,37 @@ def test_silent_strangers_take_few_descriptors_and_not_for_long(
 
 
 # -- breaks ----------
+
+
+@pytest.mark.parametrize("over", ["a unix socket", "TCP"])
+def test_what_the_engine_left_is_seen_without_a_further_descriptor(
+    over: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be none; and no byte of it is taken."""
+    with contextlib.ExitStack() as stack:
+        if over == "TCP":
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            near = stack.enter_context(socket.create_connection(server.getsockname()))
+            far = stack.enter_context(server.accept()[0])
+        else:
+            near, far = map(stack.enter_context, socket.socketpair())
+        monkeypatch.setattr(os, "dup", mock.Mock(side_effect=OSError(errno.EMFILE)))
+        assert not unread(near.fileno())
+        far.sendall(b"left")
+        far.close()
+        for end in (4, 0):
+            poller = select.poll()
+            poller.register(near, select.POLLIN)
+            assert poller.poll(PATIENCE * 1000)
+            assert unread(near.fileno()) == bool(end)
+            assert len(near.recv(10)) == end
+
+
+def test_a_stream_of_which_nng_had_closed_its_descriptor_is_cut() -> None:
+    """There is nothing to be asked then."""
+    stream = TlsChannel.__new__(TlsChannel)
+    stream._copy = -1
+    assert stream._is_cut()
 
 
 def test_a_connection_is_told_from_one_with_its_ports_on_another_host() -> None:

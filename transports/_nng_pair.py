@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import fcntl
 import os
 import select
 import socket
+import termios
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -357,8 +359,5 @@ class Pair(Channel):
 
 def unread(fd: int) -> bool:
     """Whether a stream socket holds bytes that the engine has not read."""
-    with socket.socket(fileno=os.dup(fd)) as stream:
-        try:
-            return bool(stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except OSError:
-            return False
+    # It takes no further descriptor: there may be none.
+    return any(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))

@@ -217,6 +217,8 @@ class TlsChannel(Channel):
 
     def _is_cut(self) -> bool:
         """Whether the peer has gone, and NNG reads nothing more of what it left."""
+        if self._copy < 0:
+            return True
         poller = select.poll()
         poller.register(self._copy, select.POLLRDHUP)
         for _, events in poller.poll(0):
