@@ -675,6 +675,26 @@ def test_who_gives_a_subscriber_up_says_what_it_lacks(
     assert "gave up b: silent for 1 s; messages undelivered: 2 on 't'" in caplog.text
 
 
+def test_of_many_topics_that_a_subscriber_lacks_some_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And of the rest, how many messages on how many."""
+    world = subscribed("b")
+    a, b = world["a"], world["b"]
+    topics = [f"topic {number}" for number in range(15)]
+    for topic in topics:
+        b.subscribe(topic)
+    world.settle()
+    session = a.session(b)
+    world.partition("a", "b")
+    for topic in topics:
+        a.publish(topic, b"1")
+        a.publish(topic, b"2")
+    a.mesh.forget(session, "silent for 1 s")
+    assert "2 on 'topic 9', 10 on 5 other topics" in caplog.text
+    assert "'topic 10'" not in caplog.text
+
+
 def test_a_large_message_delays_no_other_topic() -> None:
     """Chunks and small messages of another topic take turns."""
     world = subscribed("b")

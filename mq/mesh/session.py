@@ -33,6 +33,9 @@ UNHURRIED_SECONDS: Final = 0.02
 BYTES_PER_TURN: Final = 4 << 20
 """Sent, or read, on one connection before other threads may have the mesh."""
 
+MOST_SHOWN: Final = 10
+"""Topics that are named where a peer is given up; of the rest it is said how many."""
+
 
 class Fate(NamedTuple):
     """Why a session was forgotten; see `Mesh.forget`."""
@@ -175,9 +178,12 @@ class Session(Backlog):
     def describe_undelivered(self) -> str:
         """What never reached a peer that is given up, as the end of a sentence."""
         feeds = [feed for feed in self.feeds.values() if feed.keep is None]
-        counts = {feed.topic.name: feed.undelivered() for feed in feeds}
-        shown = ", ".join(f"{n} on {name!r}" for name, n in counts.items() if n)
-        return f"; messages undelivered: {shown}" if shown else ""
+        counts = [(feed.undelivered(), feed.topic.name) for feed in feeds]
+        counts = [(n, name) for n, name in counts if n]
+        shown = [f"{n} on {name!r}" for n, name in counts[:MOST_SHOWN]]
+        if rest := counts[MOST_SHOWN:]:
+            shown.append(f"{sum(n for n, _ in rest)} on {len(rest)} other topics")
+        return f"; messages undelivered: {', '.join(shown)}" if shown else ""
 
     # -- sending ----------
 
