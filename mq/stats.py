@@ -75,7 +75,8 @@ class MeshStats:
         unauthenticated: Connections whose peer did not prove the secret.
         refused: Connections refused for another reason, or that never greeted.
         forgotten: Sessions given up without proof that the peer was dead.
-        lost_connections: Connections that broke.
+        lost_connections: Connections that broke, after both had begun: of two members
+            that dial each other at once one may close one that the other has begun.
     """
 
     malformed: int = 0

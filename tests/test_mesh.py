@@ -171,6 +171,7 @@ def cross_dials(dials: dict[int, str], orders: int) -> None:
             assert set(member.link.conns) == set(member.mesh.conns)
             assert not member.mesh.greetings.dials
             assert member.mesh.stats.forgotten == 0
+            assert member.mesh.stats.lost_connections == 0
             assert member.payloads() == [b"%d" % n for n in range(sent[other])]
     assert seen >= orders
 

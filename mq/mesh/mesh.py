@@ -270,7 +270,7 @@ class Mesh:
     def disconnect(self, session: Session, reason: str) -> None:
         """The connection of a session is broken; resume it, unless the peer is dead."""
         self._cut(session)
-        self.stats.lost_connections += 1
+        self.stats.lost_connections += session.received > 0  # else not of both yet
         self.changed += 1
         if session.watch is not None and session.watch.ended():
             self.forget(session, "its process ended", proven=True)
