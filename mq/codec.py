@@ -268,7 +268,7 @@ class Codec:
             return decode_plain(_copied(area) if read_only else area)
         copies = own and area.readonly
         if not apart and device is None and (copies or not area.readonly):
-            if ahead or not modes.are_on():
+            if ahead:  # which is outside of them already
                 payload = self._unpack_again(area, read_only, ahead)
             else:
                 payload = modes.outside(self._unpack_again, area, read_only, ahead)
