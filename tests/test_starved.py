@@ -13,6 +13,7 @@ from test_shm_memory import group_of
 
 import mq
 from mq.mesh import lead, publishing
+from mq.mesh.session import Session
 from mq.testing import STEP, Member, wait_until
 from mq.testing.harness import expect
 from transports import inproc
@@ -249,3 +250,29 @@ def test_what_an_engine_had_no_memory_for_arrives_once_there_is_some(
     assert b.recv(timeout=STEP).payload == "next"
     assert memory.asked == 2
     assert a.stats()["mesh"]["forgotten"] == 0
+
+
+def test_a_session_begins_though_its_first_frames_find_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It rests as one does that has begun, and whoever connects is told nothing."""
+    pump = Session.pump
+    refused: list[str] = []
+
+    def refuse(session: Session, now: float, flush: bool = False) -> bool:
+        if len(refused) < 2:
+            refused.append(session.name)
+            raise MemoryError
+        return pump(session, now, flush)
+
+    monkeypatch.setattr(Session, "pump", refuse)
+    options: Any = {"group": "starved", "peer_timeout": 30.0}
+    with (
+        mq.connect("inproc", name="a", **options) as a,
+        mq.connect("inproc", name="b", **options) as b,
+    ):
+        b.subscribe("t")
+        a.wait_for_subscribers("t", timeout=STEP)
+        a.publish("t", "first", timeout=STEP)
+        assert b.recv(timeout=STEP).payload == "first"
+    assert len(refused) == 2

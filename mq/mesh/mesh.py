@@ -242,7 +242,6 @@ class Mesh:
         # Only now does it exist: an interrupt before this leaves no half session.
         self.sessions[greeting.incarnation] = session
         self.liveness.watch(session)
-        session.pump(now)
         self.changed += 1
         more = "".join(f", {k} {v}" for k, v in conn.describe().items())
         logger.info("session with %s over %s%s", session.name, conn.address, more)
