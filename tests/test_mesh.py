@@ -370,6 +370,51 @@ def test_a_member_that_leaves_begins_no_session() -> None:
     assert not newcomer.mesh.sessions
 
 
+@pytest.mark.parametrize("abrupt", [False, True], ids=["gentle", "abrupt"])
+@pytest.mark.parametrize("at_once", [False, True], ids=["soon", "at_once"])
+@pytest.mark.parametrize("dials", ["a", "b", "ab"])
+@pytest.mark.parametrize("steps", range(16))
+def test_who_leaves_while_another_joins_is_a_member_for_nobody(
+    steps: int, dials: str, at_once: bool, abrupt: bool
+) -> None:
+    """Whoever began the session is told; else it would wait for `peer_timeout`."""
+    left = 0
+
+    def begin() -> World:
+        nonlocal left
+        left = steps
+        world = strangers("a", "b")
+        for name in dials:
+            world[name].dial(world["b" if name == "a" else "a"])
+            world[name].poll()
+        world["a"].link.abrupt = abrupt
+        if not left:
+            world["a"].mesh.leave("left")
+        return world
+
+    def after_step(world: World, member: Member) -> bool:
+        nonlocal left
+        left -= 1
+        if not left:
+            world["a"].mesh.leave("left")
+        a = world["a"].mesh
+        looks = at_once or (member.mesh is a and left < 0)
+        if closes := left < 1 and looks and a.has_left():
+            a.close()
+        return closes or not left
+
+    for world in interleavings(begin, after_step, is_greeting):
+        assert left <= 0 or world["b"].peers() == ["a"]
+        if left > 0:
+            world["a"].mesh.leave("left")
+        world.pump()
+        assert world["a"].mesh.has_left()
+        world["a"].mesh.close()
+        world.settle()
+        assert not world["b"].mesh.sessions
+        assert world["b"].mesh.stats.forgotten == 0
+
+
 def test_a_lost_answer_to_bye_does_not_hold_a_member_up() -> None:
     """Whatever is cut while it leaves, it has left soon after."""
     for lose in range(2):

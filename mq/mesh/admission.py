@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mq.mesh import handshake as hs
+from mq.mesh import wire
 from mq.mesh.config import CODEC_VERSION
 from mq.mesh.handshake import Greeting, Refusal
 
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
+    from mq.mesh.session import Session
 
 
 def objection(mesh: Mesh, greeting: Greeting) -> Refusal | None:
@@ -68,9 +70,18 @@ def claim(mesh: Mesh, greeting: Greeting) -> Refusal | None:
         mesh.forget(holder, "its process ended", proven=True)
         return None
     if greeting.generation > holder.peer.generation:
-        mesh.fence(holder, by)
+        _fence(mesh, holder, by)
         return None
     return _taken(holder.peer, greeting)
+
+
+def _fence(mesh: Mesh, session: Session, by: str) -> None:
+    """Another life of this member has taken its name: tell it and forget it."""
+    if session.conn is not None:
+        content = wire.encode(by)
+        head = wire.HEADER.pack(wire.FENCED, 0, 0, 0, session.received) + content
+        session.conn.try_send(head)
+    mesh.dismiss(session, by)
 
 
 def _taken(holder: Greeting, newcomer: Greeting) -> Refusal:

@@ -133,7 +133,7 @@ class Greetings(Dialling):
                 "" if session is None else session.id,
                 0 if session is None else session.received,
                 probe=greeter.dial.probe or not greeter.dial.incarnation,
-                leaving=self._mesh.leaving,
+                leaving=bool(self._mesh.leaving),
                 to=greeter.dial.incarnation,
             )
             self._send(conn, greeter, shake.seal(wire.GREETING, greeting))
@@ -225,7 +225,7 @@ class Greetings(Dialling):
                 mesh.reader.malformed(session, error)
                 return
         else:
-            if mesh.leaving or claim(mesh, greeting) is not None:
+            if claim(mesh, greeting) is not None:
                 self._close(conn)
                 return
             old = mesh.sessions.get(greeting.incarnation)
@@ -236,6 +236,10 @@ class Greetings(Dialling):
         del self._greeters[conn]
         self._cancel_dials(greeting.incarnation)
         mesh.reader.read(session, conn, message)
+
+    def has_granted(self) -> bool:
+        """Whether some peer may have begun a session of which nothing has come yet."""
+        return any(greeter.granted for greeter in self._greeters.values())
 
     def _tell_of_failed_dials(self, greeting: Greeting) -> None:
         """Say why only the peer could dial, which `connect` has waited for."""

@@ -73,7 +73,7 @@ class Mesh:
         self.liveness = Liveness(self)
         self.changed = 0
         self.replaced = ""
-        self.leaving = False
+        self.leaving = ""  # why
         self._next_tick = self._last_poll = clock()
         self.forgotten: list[tuple[Greeting, bool]] = []
         self._polling = False
@@ -237,6 +237,8 @@ class Mesh:
         if accepts := sorted(self.config.accepts()):  # more since the greeting, maybe
             session.control(wire.ACCEPTS, accepts)
         self.subscriber.introduce(session)
+        if self.leaving:
+            session.control(wire.BYE, self.leaving)
         session.attach(conn, 0, now)
         self.conns[conn] = session
         # Only now does it exist: an interrupt before this leaves no half session.
@@ -353,14 +355,6 @@ class Mesh:
             self.conns.pop(conn, None)
         self.forget(session, reason, proven=True)
 
-    def fence(self, session: Session, by: str) -> None:
-        """Another life of this member has taken its name: tell it and forget it."""
-        if session.conn is not None:
-            content = wire.encode(by)
-            head = wire.HEADER.pack(wire.FENCED, 0, 0, 0, session.received) + content
-            session.conn.try_send(head)
-        self.dismiss(session, by)
-
     def by_name(self, name: str) -> Session | None:
         """The session with the member of this name."""
         for session in self.sessions.values():
@@ -372,14 +366,16 @@ class Mesh:
 
     def leave(self, reason: str) -> None:
         """Say BYE to everyone; new connections are refused from now on."""
-        self.leaving = True
+        self.leaving = reason
         now = self.clock()
         for session in list(self.sessions.values()):
             session.control(wire.BYE, reason)
             send(self, session, now, flush=True)
 
     def has_left(self) -> bool:
-        """Whether every connected peer has received the BYE."""
+        """Whether every peer has received the BYE, also who only knows of a session."""
+        if self.greetings.has_granted():
+            return False
         return all(not session.frames for session in self.sessions.values())
 
     def close(self, linger: float = LINGER_SECONDS) -> None:
