@@ -196,7 +196,11 @@ def join(
             driver.stop()
         if meeting is not None:
             meeting.close()
-        link.close()
+        if driver is None:
+            link.close()
+        else:
+            with driver.lock:
+                driver.mesh.close()
         poller.close()
         raise
     more = "".join(f", {k} {v}" for k, v in link.describe().items())

@@ -481,6 +481,19 @@ def test_who_could_not_be_greeted_in_time_is_named() -> None:
             mq.connect("tcp", name="c", connect_timeout=1.5, **where)
 
 
+def test_who_could_not_join_keeps_nothing_of_whom_it_met() -> None:
+    """No test leaves a descriptor, as that which tells when a peer's process ends."""
+    where: dict[str, Any] = {"group": f"met-{os.getpid()}"}
+    with (
+        process_of(_connected, where) as (_, met),
+        process_of(_connected, where | {"name": "c"}) as (silent, pipe),
+    ):
+        assert (met.recv(), pipe.recv()) == ("connected", "connected")
+        freeze(silent.pid)
+        with pytest.raises(mq.ConnectTimeout, match=r"could not greet .* 'c'"):
+            mq.connect("tcp", name="a", connect_timeout=1.5, **where)
+
+
 def test_all_addresses_to_attach_to_are_dialled_at_once() -> None:
     """One where nobody answers delays no other; the error names it, and why."""
     options: dict[str, Any] = {"group": "g", "secret": "a secret of this test"}
