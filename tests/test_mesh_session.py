@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from scripted import Parcel, ScriptedConn, numbered
@@ -13,7 +14,9 @@ from mq.mesh import backlog, wire
 from mq.mesh.frame import Frame
 from mq.mesh.large import Chunk, Large
 from mq.mesh.outgoing import Topic
+from mq.mesh.session import Session
 from mq.mesh.subscriber import SUBSCRIPTIONS_PER_FRAME
+from mq.transport import Event
 
 LARGE = bytes(range(251)) * 8
 
@@ -417,6 +420,88 @@ def test_a_long_list_holds_nobody_else_up(
     assert derived == [feed.topic] * 3
     assert feed.credit_messages == granted + (3 if kind == wire.CREDIT else 0)
     assert not a.mesh.stats.malformed
+
+
+def test_peers_hear_of_who_reads_for_long_from_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them may send less than a turn, and all of them together much."""
+    world = World(*"abcdefghijkl", peer_timeout=2.0)
+    a = world["a"]
+    a.subscribe("t")
+    world.settle()
+    for name in "bcdefghijkl":
+        assert world[name].publish("t", b"x")
+        world[name].poll()
+    world.net.deliver_all()
+    read = a.mesh.reader.read
+    unheard: list[float] = []
+
+    def read_slowly(session: Session, *args: Any) -> None:
+        world.now += 0.2
+        unheard.extend(world.now - s.last_sent for s in a.mesh.sessions.values())
+        read(session, *args)
+
+    monkeypatch.setattr(a.mesh.reader, "read", read_slowly)
+    a.poll()
+    assert len(unheard) >= 11 * 11
+    assert max(unheard) < 1.0
+    assert len(a.mesh.sessions) == 11
+
+
+def test_links_are_looked_at_after_the_last_that_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A send may take up an engine's news, which then nobody is woken for."""
+    world = World("a", "b", peer_timeout=2.0)
+    a, b = world["a"], world["b"]
+    a.subscribe("t")
+    world.settle()
+    assert b.publish("t", b"x")
+    b.mesh.pump(world.now, flush=True)
+    world.net.deliver_all()
+    order: list[str] = []
+    poll, pump, handle = a.link.poll, a.mesh.pump, a.mesh._handle
+
+    def poll_told() -> Iterator[Event]:
+        order.append("look")
+        return poll()
+
+    def pump_told(*arguments: Any) -> bool:
+        sent = pump(*arguments)
+        order.extend(["send"] * sent)
+        return sent
+
+    def handle_slowly(event: Event) -> None:
+        handle(event)
+        world.now += 0.6
+
+    monkeypatch.setattr(a.link, "poll", poll_told)
+    monkeypatch.setattr(a.mesh, "pump", pump_told)
+    monkeypatch.setattr(a.mesh, "_handle", handle_slowly)
+    a.poll()
+    assert "send" in order
+    assert order[-1] == "look"
+
+
+def test_peers_are_looked_at_though_each_poll_finds_a_message() -> None:
+    """Whoever receives without end gives the silent up as others do."""
+    world = World("a", "b", "c", peer_timeout=2.0)
+    a, b = world["a"], world["b"]
+    a.subscribe("t")
+    world.settle()
+    world.stall("c")
+    begun = world.now
+    while len(a.peers()) > 1:
+        assert world.now < begun + 4.0
+        assert b.publish("t", b"x")
+        b.mesh.pump(world.now, flush=True)
+        b.poll()
+        world.net.deliver_all()
+        a.mesh.poll(until_message=True)
+        assert a.payloads()
+        world.now += 0.005
+    assert a.peers() == ["b"]
 
 
 @pytest.mark.parametrize("late", ["a", "b"])

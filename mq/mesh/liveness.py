@@ -50,6 +50,11 @@ class Liveness:
             self._mesh.reader.drain(session)
             self._mesh.forget(session, "its process ended", proven=True)
 
+    def show(self, now: float) -> None:
+        """Have each peer hear of this member. None is judged, as not all are read."""
+        for session in self._mesh.sessions.values():
+            _heartbeat(session, now)
+
     def tick(self, now: float, stalled: float) -> None:
         """Look at every peer.
 

@@ -113,17 +113,21 @@ class Mesh:
                 self.liveness.check_process(session)
         subscriber, reader = self.subscriber, self.reader
         copies = subscriber.copies
+        show_at = self._next_tick
         reader.until_message = until_message
         reader.had_its_fill = False
         for _ in range(ROUNDS_PER_POLL):
-            reader.stopped_early = False
+            reader.stopped_early = shown = False
             for link in self.links:
                 for event in link.poll():
                     self._handle(event)
-                    if reader.stopped_early and self.clock() >= self._next_tick:
-                        self._tick(self.clock())  # the rest may take long
-                    if until_message and subscriber.inbox.fifo:
-                        now = self.clock()
+                    if (now := self.clock()) >= show_at:  # the rest may take long
+                        show_at = now + self.liveness.tick_seconds
+                        self.liveness.show(now)
+                        self.pump(now)
+                        shown = True  # an engine may have taken up news meanwhile
+                    has_some = until_message and subscriber.inbox.fifo
+                    if has_some and now < self._next_tick:
                         copies.go_on(now)
                         self._unfinished = True
                         self._polling = False
@@ -134,7 +138,7 @@ class Mesh:
             elif self.greetings.dials:
                 self.greetings.attempt_due(now)
             self._last_poll = now
-            self._unfinished = self.pump(now, flush) or reader.stopped_early
+            self._unfinished = self.pump(now, flush) or shown or reader.stopped_early
             if copies.go_on(now, at_once=until_message):
                 self.changed += 1
                 self._unfinished = True
