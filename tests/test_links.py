@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import resource
 import select
 import signal
 import socket
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 import nng_links
 import pytest
@@ -20,7 +22,7 @@ from tls_files import tls_options
 from mq.errors import ForkedProcess
 from mq.testing import links
 from mq.testing.link_world import MakeLink, World
-from mq.transport import What
+from mq.transport import Conn, What
 from transports import _zmq_doors
 from transports.inproc import InprocLink
 from transports.shm import ShmLink
@@ -128,6 +130,40 @@ def test_strangers_get_a_part_of_the_descriptors(
         assert not _has_ended(knocking[-1])
         if name != "torchrpc":  # it has one agent in a process, which finds itself
             world.connect()
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("name", ["nng-ipc", "nng-tcp", "nng-tls", "shm", "tcp", "tls"])
+def test_a_connection_that_is_over_is_freed_without_a_search_for_cycles(
+    name: str,
+) -> None:
+    """A stranger's, too: they come faster than Python looks."""
+    with World(LINKS[name]) as world:
+        conns = weakref.WeakSet[Conn]()
+        links = [member.link for member in world.members]
+
+        def known() -> list[Conn]:
+            return [conn for link in links for conn in link.conns]  # type: ignore[attr-defined]
+
+        dialled, accepted = world.connect()
+        with _knock(world.members[1].addresses[0]):
+            world.until(lambda: len(known()) == 3, "the stranger")
+            conns.update(known())
+        dialled.close()
+        world.lost(1, accepted)
+        world.until(lambda: not known(), "their end")
+        del dialled, accepted
+        for member in world.members:
+            member.events.clear()
+        assert not list(conns)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

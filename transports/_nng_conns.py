@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -294,6 +295,9 @@ class NngConn(Conn):
             link.unread(channel.recv_fd)
             channel.close()
             link.freeing.append(channel)
+        # Python may not look for cycles for a long time.
+        with contextlib.suppress(AttributeError):  # an interrupt had this repeated
+            del self._readable
 
     def abandon(self) -> None:
         """Close what is not NNG's in a forked child."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from mq.stream.framing import Framing
+from mq.stream.framing import Framing, not_open
 from mq.transport import LINGER_SECONDS, Event, What
 
 if TYPE_CHECKING:
@@ -265,7 +265,11 @@ class StreamConn(Framing):
             link.unread(self.fd)
             link.unwatch(self.fd)
         self.abandon()
-        link.forget(self)  # last: a child forked meanwhile finds what it inherits by it
+        link.forget(self)  # not before: a child forked meanwhile finds what it inherits
+        # Python may not look for cycles for a long time, and its buffers are large.
+        self._send = self._receive_into = not_open
+        with contextlib.suppress(AttributeError):  # an interrupt had this repeated
+            del self.readable
 
     def abandon(self) -> None:
         """Close the descriptors, and nothing else."""

@@ -36,7 +36,7 @@ _SIP_BYTES: Final = 4 * 1024
 _LOST: Final = "the connection was lost"
 
 
-def _not_open(*arguments: Any) -> int:
+def not_open(*arguments: Any) -> int:
     raise BlockingIOError
 
 
@@ -82,8 +82,8 @@ class Framing(Conn):
         self._chunk_bytes = link.chunk_bytes
         # Both raise BlockingIOError where they would wait, and never move nothing but
         # at the end of the stream.
-        self._send: Callable[[Sequence[Any]], int] = _not_open
-        self._receive_into: Callable[[memoryview], int] = _not_open
+        self._send: Callable[[Sequence[Any]], int] = not_open
+        self._receive_into: Callable[[memoryview], int] = not_open
 
     # -- sending ----------
 
