@@ -33,6 +33,7 @@ from mq.errors import ForkedProcess
 from mq.mesh.poller import Poller
 from mq.stream.sockets import listening
 from mq.testing.link_world import PATIENCE, World
+from mq.testing.worker import resident_bytes
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, What
 from transports._nng_conns import NngConn
 from transports._nng_pair import unread
@@ -139,6 +140,20 @@ def test_silent_strangers_take_few_descriptors_and_not_for_long(
         monkeypatch.setattr("mq.stream.listening._GREETING_SECONDS", 0.2)
         world.until(lambda: not link.conns, "their end")
         assert link.malformed == 6
+
+
+def test_a_stranger_to_tls_takes_little_memory() -> None:
+    """Not that of the largest messages before it has shown a certificate."""
+    with World(tls, 1) as world, contextlib.ExitStack() as stack:
+        (member,) = world.members
+        assert isinstance(member.link, NngLink)
+        link = member.link
+        before = resident_bytes()
+        for _ in range(30):
+            sock = socket.create_connection(split(member.addresses[0]))
+            stack.enter_context(sock)
+        world.until(lambda: len(link.strangers) == 30, "all of them")
+        assert resident_bytes() - before < 30 << 20
 
 
 # -- breaks ----------

@@ -7,6 +7,7 @@ the framing that its sockets have over TCP: the size of a message, 8 bytes, big-
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 from collections.abc import Mapping
@@ -23,11 +24,20 @@ from transports._nng_streams import address_of
 _SIZE_BYTES = 8
 
 
+def _memory(nbytes: int) -> mmap.mmap:
+    """Memory of which only what is used is taken: a stranger uses next to none.
+
+    Raises:
+        OSError: There is none.
+    """
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class _Outgoing:
     """Messages on their way out, in memory that stays where it is."""
 
     def __init__(self, capacity: int) -> None:
-        self._memory = bytearray(capacity)
+        self._memory = _memory(capacity)
         self.pointer = ffi.from_buffer(self._memory)
         self.sent = self.end = 0
 
@@ -90,7 +100,7 @@ class TlsChannel(Channel):
         self._find()
         unpace(self._copy)
         self.watches = ((self._sending.fd, select.EPOLLIN), (self._copy, HANG_UP))
-        self._in = bytearray(_SIZE_BYTES + self._largest)
+        self._in = _memory(_SIZE_BYTES + self._largest)
         self._in_memory = ffi.from_buffer(self._in)
         # One leaves while the other fills, with two of the largest or many small.
         self._out = _Outgoing(2 * self._largest)
