@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import functools
 import os
 import re
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +20,7 @@ from nng_links import nng_runs
 from tls_files import CERTIFICATES, tls_options
 
 import mq
+from mq.addresses import split
 from mq.testing.link_world import PATIENCE, World
 from mq.transport import Conn, Event, Link, What
 from transports.nng_tls import NngTlsLink
@@ -45,6 +49,24 @@ def facing(inside: Make, outside: Make) -> Iterator[tuple[World, World]]:
     with World(inside, 1) as one, World(outside, 1) as two:
         one.nap = two.nap = 0.01
         yield one, two
+
+
+@contextmanager
+def pumped(world: World) -> Iterator[None]:
+    """A world that another thread pumps meanwhile."""
+    done = threading.Event()
+
+    def pump() -> None:
+        world.until(done.is_set, "the end")
+
+    world.nap = 0.01
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pumping = pool.submit(pump)
+        try:
+            yield
+        finally:
+            done.set()
+            pumping.result()
 
 
 def lost_at(world: World, beside: World, conn: Conn) -> Event:
@@ -248,6 +270,35 @@ def test_tls_1_2_is_spoken_only_where_both_ends_allow_it() -> None:
         assert dialled._ssl.version() == "TLSv1.2"
         world.send(dialled, b"head", bytes(100_000))
         world.arrive(world.members[1].received.setdefault(accepted, []), 1)
+
+
+def test_a_session_of_tls_is_not_resumed() -> None:
+    """No ticket is given, and a connection that resumes one by its number is none.
+
+    Version 1.3 has no such numbers.
+    """
+    old = functools.partial(TlsLink, **tls_options(), oldest_version="1.2")
+    with World(old, 1) as world:
+        (member,) = world.members
+        ours: Any = member.link
+        context = ours.context(server=False)
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        host, port = split(member.addresses[0])
+
+        def shake(session: ssl.SSLSession | None) -> ssl.SSLSocket:
+            plain = socket.create_connection((host, port), PATIENCE)
+            return context.wrap_socket(plain, server_hostname=host, session=session)
+
+        with pumped(world), shake(None) as first:
+            first.sendall(TlsLink.hello)
+            assert first.recv(100) == TlsLink.hello
+            assert not first.session.has_ticket
+            # It may be reset before it has said hello, or been told of its end.
+            with contextlib.suppress(OSError), shake(first.session) as second:
+                second.sendall(TlsLink.hello)
+                assert not second.recv(100)
+        world.until(lambda: ours.malformed == 1, "the second")
+        assert len(member.conns(What.ACCEPTED)) == 1
 
 
 def test_a_connection_is_given_up_before_its_keys_are_worn_out(

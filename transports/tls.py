@@ -79,6 +79,9 @@ class TlsConn(StreamConn):
         try:
             with undivided():
                 self._ssl.do_handshake()
+            # OpenSSL keeps those of 1.2, and Python has no call that forbids it.
+            if self._ssl.session_reused:
+                raise OSError("the peer resumes a session of TLS, which no member does")
             return True
         except ssl.SSLWantReadError:
             return False
