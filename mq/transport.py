@@ -239,8 +239,8 @@ class Conn(ABC):
     def guard(self, most_bytes: int | None) -> None:
         """Break the connection if the peer sends more than that in all; None: do not.
 
-        The mesh says so until a peer has proven who it is. An engine that takes memory
-        for no more than a message of the largest size needs nothing of the kind.
+        None says, at either end, that the peer has proven who it is, and may lend. What
+        takes memory for no more than the largest message needs no guard but for that.
         """
         return
 

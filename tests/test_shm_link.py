@@ -43,10 +43,12 @@ take = Pool(0).take
 
 
 def pair(world: World) -> tuple[ShmConn, ShmConn]:
-    """The two ends of a connection."""
+    """The two ends of a connection, which know each other."""
     ours, theirs = world.connect()
     assert isinstance(ours, ShmConn)
     assert isinstance(theirs, ShmConn)
+    for end in (ours, theirs):
+        end.guard(None)
     return ours, theirs
 
 
@@ -166,18 +168,21 @@ def test_a_view_outlives_its_segment_and_both_links() -> None:
     assert bytes(view) == b"first"
 
 
+def map_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> object:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("mq.borrowing.map_descriptor", refuse)
+
+
 def test_a_segment_that_cannot_be_mapped_is_copied_from(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With one warning that names the limit; nothing is refused."""
-
-    def refuse(*args: object, **options: object) -> object:
-        raise OSError(12, "Cannot allocate memory")
-
     with World(make) as world:
         ours, theirs = pair(world)
         blocks = [block_of(ours, b"no. 0"), block_of(ours, b"no. 1")]
-        monkeypatch.setattr("mq.borrowing.map_descriptor", refuse)
+        map_nothing(monkeypatch)
         for block in blocks:
             ours.lend(block.segment)
         world.send(ours, b"a reference")
@@ -195,13 +200,17 @@ def test_a_segment_that_cannot_be_mapped_is_copied_from(
 # -- hostile peers ----------
 
 
-def _swap_proofs(world: World, sock: socket.socket) -> bytes:
+def _swap_proofs(world: World, sock: socket.socket, copies: int = 1) -> bytes:
     """Connect and show memory of the test's own; the number in the member's."""
     sock.settimeout(20.0)
     sock.connect(world.members[0].addresses[0].removeprefix("shm://"))
+    return _swap_proofs_on(world, sock, copies)
+
+
+def _swap_proofs_on(world: World, sock: socket.socket, copies: int = 1) -> bytes:
     proof = memfd(16)
     seal(proof)
-    socket.send_fds(sock, [b"M"], [proof])
+    socket.send_fds(sock, [b"M"], [proof] * copies)
     os.close(proof)
     world.until(lambda: bool(select.select([sock], [], [], 0)[0]), "its proof")
     _, (theirs,), _, _ = socket.recv_fds(sock, 1, 1)
@@ -211,7 +220,14 @@ def _swap_proofs(world: World, sock: socket.socket) -> bytes:
 
 
 def dial_raw(world: World) -> socket.socket:
-    """A connection on which the test says what it likes, after the hello."""
+    """A connection of a known peer on which the test says what it likes."""
+    sock = dial_unknown(world)
+    accepted(world).guard(None)
+    return sock
+
+
+def dial_unknown(world: World) -> socket.socket:
+    """The same, of one that has said no more than the hello."""
     member = world.members[0]
     known = len(member.conns(What.ACCEPTED))
     sock = socket.socket(socket.AF_UNIX)
@@ -232,6 +248,19 @@ def test_who_tells_another_number_than_our_memory_has_is_no_connection() -> None
         world.until(lambda: _has_ended(sock), "the end of the connection")
 
         assert not member.conns(What.ACCEPTED)
+
+
+def test_who_shows_more_than_one_memory_is_no_connection() -> None:
+    """None of what it passes stays open."""
+    with World(make, 1) as world, socket.socket(socket.AF_UNIX) as sock:
+        member = world.members[0]
+        descriptors = len(os.listdir("/proc/self/fd"))
+        _swap_proofs(world, sock, copies=2)
+
+        world.until(lambda: _has_ended(sock), "the end of the connection")
+
+        assert not member.conns(What.ACCEPTED)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def _has_ended(sock: socket.socket) -> bool:
@@ -334,6 +363,59 @@ def broken(world: World, conn: ShmConn) -> str:
     return conn.reason
 
 
+def _say(sock: socket.socket, said: bytes, passed: int) -> None:
+    """Send it, with so many descriptors of a segment."""
+    segment = segment_of(SIZE, SIZE)
+    rights = array("i", [segment.fd] * passed)
+    extras = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if passed else []
+    sock.sendmsg([said], extras)
+
+
+of_strangers = pytest.mark.parametrize(
+    ("said", "passed"),
+    [
+        (note(1, 7, SIZE), 1),
+        (note(2, 7, 0), 0),
+        (SIZES.pack(4, 0) + b"head", 1),
+    ],
+    ids=["segment", "forget", "descriptor"],
+)
+
+
+@of_strangers
+def test_of_a_stranger_who_dials_nothing_is_borrowed(said: bytes, passed: int) -> None:
+    """Nor anything kept that it passes: it may be anybody of the same user."""
+    with World(make, 1) as world, dial_unknown(world) as sock:
+        conn = accepted(world)
+        _say(sock, said, passed)
+        broken(world, conn)
+        assert world.members[0].link.malformed == 1
+        assert not conn._mappings
+        assert not conn.descriptors
+
+
+@of_strangers
+def test_of_a_stranger_who_is_dialled_nothing_is_borrowed(
+    said: bytes, passed: int, own_temporary_directory: str
+) -> None:
+    """As of one who dials."""
+    path = f"{own_temporary_directory}/theirs.shm"
+    with World(make, 1) as world, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        conn = world.members[0].link.dial(f"shm://{path}")
+        assert isinstance(conn, ShmConn)
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(_swap_proofs_on(world, sock) + ShmLink.hello)
+            world.until(lambda: bool(world.members[0].conns(What.OPENED)), "OPENED")
+            _say(sock, said, passed)
+            broken(world, conn)
+        assert world.members[0].link.malformed == 1
+        assert not conn._mappings
+        assert not conn.descriptors
+
+
 @pytest.mark.parametrize("make_fake", FAKES)
 def test_what_is_no_sealed_memory_breaks_the_connection(
     make_fake: MakeDescriptor,
@@ -359,27 +441,42 @@ def test_what_is_no_sealed_memory_breaks_the_connection(
 def test_segments_that_cannot_be_mapped_do_not_take_all_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A peer may say that they are larger than any process could have."""
+    """A peer may say that they are larger than this process could have."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (16, 16))
-    size = 1 << 52
     with World(make, 1) as world, dial_raw(world) as sock:
         conn = accepted(world)
-        fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        map_nothing(monkeypatch)
+        fd = memfd()
+        seal(fd)
         for number in range(4):
-            socket.send_fds(sock, [note(1, number, size)], [fd])
+            socket.send_fds(sock, [note(1, number, SIZE)], [fd])
         sock.sendall(SIZES.pack(4, 0) + b"head")
         received = world.members[0].received
         world.arrive(received.setdefault(conn, []), 1)
         assert conn.kept == 4
-        socket.send_fds(sock, [note(1, 4, size)], [fd])
+        socket.send_fds(sock, [note(1, 4, SIZE)], [fd])
         os.close(fd)
         assert "no member does" in broken(world, conn)
         assert not conn.kept
 
 
-def test_a_well_made_note_of_a_stranger_is_taken() -> None:
+@pytest.mark.parametrize(
+    "sizes", [[2**63 - 1], [2**47], [2**43] * 3], ids=["any", "all", "three"]
+)
+def test_no_peer_takes_all_address_space(sizes: list[int]) -> None:
+    """However large a memory it has made, which need not have one page."""
+    with World(make, 1) as world, dial_raw(world) as sock:
+        conn = accepted(world)
+        for number, size in enumerate(sizes):
+            fd = memfd(size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            socket.send_fds(sock, [note(1, number, size)], [fd])
+            os.close(fd)
+        assert "no member does" in broken(world, conn)
+        assert not conn.descriptors
+
+
+def test_a_well_made_note_of_a_peer_is_taken() -> None:
     """The counterpart of the refusals: such a segment is mapped."""
     with World(make, 1) as world, dial_raw(world) as sock:
         conn = accepted(world)

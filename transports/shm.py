@@ -58,6 +58,8 @@ class ShmConn(DescriptorConn):
         self._proof = secrets.token_bytes(_PROOF_BYTES)
         self._asked = False
         self._said = b""
+        self._known = False  # the peer, which may lend then
+        self.max_descriptors = 1  # that of the proof
 
     def _establish(self) -> bool:
         """See that both ends read each other's memory: each tells what is in it.
@@ -93,6 +95,7 @@ class ShmConn(DescriptorConn):
         if not self.descriptors:
             raise OSError("it does not pass descriptors of memory")
         fd = self.descriptors.popleft()
+        self.max_descriptors = 0
         try:
             mapping = Mapping(fd, _PROOF_BYTES)
             memory = mapping.borrow(0, _PROOF_BYTES, lambda n: memoryview(bytearray(n)))
@@ -107,6 +110,11 @@ class ShmConn(DescriptorConn):
         """The link."""
         assert isinstance(self._link, ShmLink)
         return self._link
+
+    def guard(self, most_bytes: int | None) -> None:
+        if most_bytes is None:
+            self._known = True
+            self.max_descriptors = DescriptorConn.max_descriptors
 
     def lend(self, segment: Segment) -> bool:
         if segment.id in self._lent:
@@ -147,6 +155,9 @@ class ShmConn(DescriptorConn):
     def _noted(self, note: bytes) -> None:
         if len(note) != _NOTE.size:
             self.malformed(f"a note of {len(note)} bytes")
+            return
+        if not self._known:
+            self.malformed("a note before it has proven who it is")
             return
         kind, number, nbytes = _NOTE.unpack(note)
         if kind == _FORGET:

@@ -302,6 +302,7 @@ class Greetings(Dialling):
         if welcome.incarnation != dial.incarnation:
             self._fail(conn, greeter, f"{conn.address}: another member answers there")
             return
+        conn.guard(None)
         old = mesh.sessions.get(welcome.incarnation)
         try:
             if old is not None and old is dial.session and welcome.session == old.id:

@@ -8,7 +8,7 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 from mq.speed import receive_passing
 from mq.stream.conn import StreamConn
@@ -32,7 +32,7 @@ class DescriptorConn(StreamConn):
         max_descriptors: How many may wait there before the connection is broken.
     """
 
-    max_descriptors: ClassVar[int] = 64
+    max_descriptors: int = 64
 
     def __init__(self, link: StreamLink, address: str, news: What) -> None:
         super().__init__(link, address, news)
