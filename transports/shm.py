@@ -43,6 +43,8 @@ _SEGMENT, _FORGET = 1, 2
 _PROOF_BYTES: Final = 16
 _MOST_BORROWED: Final = 4 * MOST_SEGMENTS
 """Segments of one peer, some of which it may be about to take back."""
+_MOST_BORROWED_BYTES: Final = 1 << 44
+"""In all of them: an eighth of the address space of most machines."""
 
 
 class ShmConn(DescriptorConn):
@@ -172,6 +174,8 @@ class ShmConn(DescriptorConn):
         try:
             if len(self._mappings) >= _MOST_BORROWED:
                 raise ValueError(f"more than {_MOST_BORROWED} segments")
+            if nbytes + self._borrowed_bytes() > _MOST_BORROWED_BYTES:
+                raise ValueError(f"segments of more than {_MOST_BORROWED_BYTES} bytes")
             try:
                 self._mappings[number] = Mapping(fd, nbytes)
             except OSError as error:
@@ -188,6 +192,9 @@ class ShmConn(DescriptorConn):
             if not keep:
                 os.close(fd)
             self.shm.keep_spare()
+
+    def _borrowed_bytes(self) -> int:
+        return sum(mapping.nbytes for mapping in self._mappings.values())
 
     @property
     def kept(self) -> int:
