@@ -67,6 +67,31 @@ def test_who_was_let_in_counts_until_there(
 
 
 @pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_only_who_is_of_a_trusted_user_counts_until_there(
+    wire: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others could ask without end, and never come."""
+    users = (os.geteuid() + (not known),)
+    monkeypatch.setattr(_zmq_doors, "_trusted", lambda: users)
+    with (
+        World(on(wire), 1) as world,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking,
+    ):
+        (member,) = world.members
+        limit(monkeypatch, _zmq_doors.SPARE + 1)
+        asking.settimeout(20.0)
+        asking.bind("")
+        asking.connect(_zmq_doors._names_of(member.addresses[0])[0])
+        answers = []
+        for _ in range(3):
+            asking.send(b"?")
+            member.link._doors.look()
+            answers.append(asking.recv(1))
+    assert answers == [b"\1", *[b"\0" if known else b"\1"] * 2]
+
+
+@pytest.mark.parametrize("wire", WIRES)
 def test_a_dial_that_is_closed_leaves_no_question(wire: str) -> None:
     """As where the one who is asked is stopped, and never answers."""
     with World(on(wire)) as world:

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mq import addresses, forks
 from mq.descriptors import free_descriptors
@@ -64,7 +64,24 @@ def _names_of(endpoint: str) -> list[str]:
 
 
 def _datagrams() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    """A socket that tells of each datagram whose it is."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    return sock
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, bool, Any]:
+    """What came, whether it is of a trusted user, and where an answer goes.
+
+    Raises:
+        OSError: Nothing has come.
+    """
+    said, ancillary, _, sender = sock.recvmsg(1, _CREDENTIALS_SPACE)
+    trusted = any(
+        kind == socket.SCM_CREDENTIALS and _CREDENTIALS.unpack(data)[1] in _trusted()
+        for _, kind, data in ancillary
+    )
+    return said, trusted, sender
 
 
 def _finds(asking: socket.socket, name: str) -> bool:
@@ -76,7 +93,7 @@ def _finds(asking: socket.socket, name: str) -> bool:
 
 
 def _trusted() -> tuple[int, ...]:
-    """The users whose answers count."""
+    """The users whose questions and answers count."""
     return os.geteuid(), 0
 
 
@@ -148,7 +165,7 @@ class Doors:
     def _answer(self, door: socket.socket) -> None:
         for _ in range(_BURST):
             try:
-                _, asker = door.recvfrom(1)
+                _, trusted, asker = _receive(door)
             except OSError:  # nobody else
                 return
             answer = _YES if self._has_room() else _NO
@@ -156,7 +173,8 @@ class Doors:
                 door.sendto(answer, asker)
             except (OSError, TypeError):  # it has gone, or cannot be answered
                 continue
-            if answer is _YES:
+            # Other users could ask without end, and never come.
+            if trusted and answer is _YES:
                 self._let_in.append(time.monotonic() + _LET_IN_SECONDS)
 
     def _has_room(self) -> bool:
@@ -187,7 +205,6 @@ class Doors:
         fd = asking.fileno()
         self._asked[fd] = _Question(port, endpoint, asking, then, time.monotonic())
         try:
-            asking.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             asking.bind("")  # a name that nobody has
             self._epoll.register(fd, select.EPOLLIN)
             if any(_finds(asking, name) for name in names):
@@ -220,16 +237,11 @@ class Doors:
         """The answer to a question, which is over with that; yes, if there is none."""
         with self._forget(fd) as asking:
             try:
-                answer, ancillary, _, _ = asking.recvmsg(1, _CREDENTIALS_SPACE)
+                answer, trusted, _ = _receive(asking)
             except OSError:  # the door was closed: whoever dials now will be told more
                 return True
         # Somebody else may have been faster to take the name: he shall not say no.
-        ours = any(
-            kind == socket.SCM_CREDENTIALS
-            and _CREDENTIALS.unpack(data)[1] in _trusted()
-            for _, kind, data in ancillary
-        )
-        return answer != _NO or not ours
+        return answer != _NO or not trusted
 
     # -- both ----------
 
