@@ -70,11 +70,13 @@ static PyObject *
 source_of(PyObject *by_id, PyObject *session, const Alone *alone)
 {
     PyObject *id = PyLong_FromUnsignedLong(alone->subscription);
-    PyObject *known = id == NULL ? NULL : PyDict_GetItemWithError(by_id, id);
+    /* Held, as what a lookup runs may let it go. */
+    PyObject *known = id == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(by_id, id));
     Py_XDECREF(id);
-    if (known == NULL || is_so(known, str_keep, Py_None) != 1)
-        return NULL;
-    PyObject *sources = PyObject_GetAttr(known, str_sources);
+    PyObject *sources = NULL;
+    if (known != NULL && is_so(known, str_keep, Py_None) == 1)
+        sources = PyObject_GetAttr(known, str_sources);
+    Py_XDECREF(known);
     PyObject *source = sources == NULL ? NULL : PyDict_GetItemWithError(sources, session);
     Py_XINCREF(source);
     Py_XDECREF(sources);

@@ -384,6 +384,21 @@ counter_of(const Py_buffer *view)
     return (_Atomic uint64_t *)view->buf;
 }
 
+/* Hold what a piece is of, and see where it starts; -1 with an exception. */
+static int
+hold_piece(PyObject *piece, size_t *start, Py_buffer *held)
+{
+    PyObject *number, *source;
+    if (piece != NULL && !PyTuple_Check(piece))
+        PyErr_SetString(PyExc_TypeError, "a piece is (start, bytes)");
+    if (PyErr_Occurred() || !PyArg_ParseTuple(piece, "OO", &number, &source))
+        return -1;
+    *start = PyLong_AsSize_t(number);
+    if (PyErr_Occurred())
+        return -1;
+    return PyObject_GetBuffer(source, held, PyBUF_SIMPLE);
+}
+
 PyObject *
 fill(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -407,13 +422,11 @@ fill(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (counter == NULL)
         goto end;
     for (Py_ssize_t n = 0; n < count; n++, held++) {
-        PyObject *start, *source, *piece = PyList_GetItem(args[0], n);
-        if (piece != NULL && !PyTuple_Check(piece))
-            PyErr_SetString(PyExc_TypeError, "a piece is (start, bytes)");
-        if (PyErr_Occurred() || !PyArg_ParseTuple(piece, "OO", &start, &source))
-            goto end;
-        starts[n] = PyLong_AsSize_t(start);
-        if (PyErr_Occurred() || PyObject_GetBuffer(source, &pieces[2 + n], PyBUF_SIMPLE) < 0)
+        /* By a reference of its own: a source may change the list while it is asked. */
+        PyObject *piece = Py_XNewRef(PyList_GetItem(args[0], n));
+        int failed = hold_piece(piece, &starts[n], &pieces[2 + n]);
+        Py_XDECREF(piece);
+        if (failed)
             goto end;
         size_t nbytes = pieces[2 + n].len, total = target->len;
         if (nbytes > total || starts[n] > total - nbytes) {

@@ -694,3 +694,35 @@ def test_who_writes_a_byte_at_a_time_holds_nobody_up() -> None:
     ended.set()
     writer.join()
     assert done < nbytes // 2
+
+
+FORGETTING = """
+import struct
+from collections import deque
+from mq import _speed
+from mq.mesh import incoming
+
+class Forgetting:
+    def __getattr__(self, name):
+        known.clear()
+        return None if name == "keep" else {}
+    def __buffer__(self, flags):
+        known.clear()
+        return memoryview(b"abc")
+
+head = bytes(20) + struct.pack("<IIqdI", 7, 1, 5, 1.5, 0)
+for _ in range(2000):
+    known = {7: Forgetting()}
+    _speed.arrive_alone(head, object(), known, 10, deque())
+    known = [(0, Forgetting())]
+    try:
+        _speed.fill(known, bytearray(8), bytearray(8))
+    except TypeError:
+        pass  # before Python 3.12 it is no buffer
+"""
+
+
+@needs_compiled
+def test_what_is_let_go_while_it_is_asked_is_kept_until_then() -> None:
+    """Code that runs in the middle of a call may change the caller's containers."""
+    output_of(FORGETTING)
