@@ -180,6 +180,9 @@ def check_all_works(world: World, scenario: Scenario, where: str) -> None:
     world.advance(1.0)
     a, b = world["a"], world["b"]
     assert b.mesh.subscriber.unconfirmed(b.mesh.subscriber.topics["u"]) == [], where
+    for member in world.members.values():
+        for subscription in member.mesh.subscriber.topics.values():
+            assert subscription.keep or not subscription.fill_up(), where
     for number in range(4):
         assert a.publish("u", b"x"), where
         assert a.publish("t", b"%d" % number), where

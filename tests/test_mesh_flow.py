@@ -382,6 +382,70 @@ def test_dividing_a_window_looks_at_each_publisher_once(
     assert len(looked) == len(set(looked)) <= len(names) + 2
 
 
+def test_what_is_free_goes_to_who_publishes_though_nobody_reads_on() -> None:
+    """Of messages that were read, fewer than is told at once, and of who is gone."""
+    world = subscribed("b", depth=40)
+    world.join("c")
+    world.settle()
+    for name in "ac":
+        assert world[name].publish("t", b"first")
+    world.settle()
+    world["b"].payloads()
+    world.advance(1.0)
+    share = publish_all(world, "a")
+    assert share == 20
+    world.advance(1.0)
+    read(world, 3)
+    world.advance(1.0)
+    assert publish_all(world, "a") == 3
+    world.kill("c")
+    world.advance(1.0)
+    assert publish_all(world, "a") == 20
+
+
+def test_a_tick_looks_only_at_what_was_taken_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many other subscriptions there are."""
+    world = subscribed("b")
+    for number in range(50):
+        world["b"].subscribe(f"idle {number}")
+    publish_once(world)
+    world.advance(1.0)
+    looked: list[str] = []
+    fill_up = Subscription.fill_up
+
+    def counted(subscription: Subscription) -> list[Source]:
+        looked.append(subscription.topic)
+        return fill_up(subscription)
+
+    monkeypatch.setattr(Subscription, "fill_up", counted)
+    world.advance(1.0)
+    assert looked == []
+    publish_once(world)
+    world.advance(1.0)
+    assert looked == ["t"]
+    world.join("c")  # who comes has a share, too
+    world.advance(1.0)
+    assert len(looked) == 1 + len(world["b"].mesh.subscriber.topics)
+
+
+def test_a_tick_looks_at_no_subscription_that_has_ended() -> None:
+    """It was taken from before: nothing is granted of it."""
+    world = subscribed("b", depth=11)
+    publish_once(world)
+    subscription = world["b"].mesh.subscriber.topics["t"]
+    world["a"].publish("t", b"more")
+    world.settle()
+    world["b"].recv_all()
+    world["b"].unsubscribe("t")
+    world["b"].subscribe("t", keep=1)
+    (source,) = subscription.sources.values()
+    granted = source.granted_messages
+    world.advance(1.0)
+    assert source.granted_messages == granted
+
+
 def test_an_answer_about_credit_holds_nobody_up_who_leaves() -> None:
     """Its peer is gone as well, and need not have had it."""
     world = hoarded(0)

@@ -53,6 +53,8 @@ class Inbox:
             it can; of the others `take` returns the entry.
         ready: The products of `prepared`; all but the last may be popped at any time.
         counted: The publisher of whom something was taken, until the caller resets it.
+        touched: Subscriptions from which something was taken, until the caller forgets
+            them.
     """
 
     def __init__(self) -> None:
@@ -60,6 +62,7 @@ class Inbox:
         self.prepare: Prepare = prepare_nothing
         self.ready: deque[Any] = deque()
         self.counted: Source | None = None
+        self.touched: dict[Subscription, None] = {}
         self._prepared: Prepared | None = None
         self._taking: tuple[Item, Any] | None = None
 
@@ -180,6 +183,7 @@ class Inbox:
             return
         source = run.source
         nbytes = sum(map(len, run.areas[run.counted : position]))
+        self.touched[source.subscription] = None  # first: an interrupt may come
         source.consumed_messages += count
         source.consumed_bytes += nbytes
         source.taken = run.first + position - 1

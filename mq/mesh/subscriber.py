@@ -99,6 +99,7 @@ class Subscriber:
 
     def introduce(self, session: Session) -> None:
         """Tell a new session's peer all subscriptions, in its first frames."""
+        self.inbox.touched.update(dict.fromkeys(self.topics.values()))  # other shares
         ended = self._remembered.get(session.peer.incarnation, {})
         requests = [
             s.add_source(session, ended.get(s.topic, NOTHING_CAME).newest)
@@ -181,8 +182,9 @@ class Subscriber:
         lost: dict[str, int] = {}
         reason = ""  # of all alike: they ended together
         for answer in answers:
-            source = self._unconfirmed_source(session, answer.subscription)
-            if source is None or source in begun:
+            known = self._by_id.get(answer.subscription)
+            source = None if known is None else known.sources.get(session)
+            if source is None or source.confirmed or source in begun:
                 continue
             topic = source.subscription.topic
             newest, owed, why, starved = remembered.get(topic, NOTHING_CAME)
@@ -220,11 +222,6 @@ class Subscriber:
             source = subscription and subscription.sources.get(session)
             if source and subscription and subscription.returned(source, answer):
                 self.grant(source)
-
-    def _unconfirmed_source(self, session: Session, subscription: int) -> Source | None:
-        known = self._by_id.get(subscription)
-        source = None if known is None else known.sources.get(session)
-        return None if source is None or source.confirmed else source
 
     def data(self, session: Session, head: bytes | memoryview) -> None:
         """A batch of small messages."""
@@ -382,9 +379,12 @@ class Subscriber:
     def tick(self) -> None:
         """Called now and then: what nothing else would see to."""
         self.returns.look_for_children()
-        for subscription in self.topics.values():
-            if subscription.keep is None:
-                self._tell_credit(subscription.fill_up())
+        # The others have what they may have since they were last looked at.
+        for subscription in self.inbox.touched:
+            known = self.topics.get(subscription.topic)
+            if known is subscription and known.keep is None:
+                self._tell_credit(known.fill_up())
+        self.inbox.touched.clear()
 
     def _tell_credit(self, given: Sequence[Source]) -> None:
         for source in given:
@@ -392,6 +392,7 @@ class Subscriber:
             self.owed.append(source.session)
 
     def _divide(self, subscription: Subscription, source: Source | None) -> None:
+        self.inbox.touched[subscription] = None
         given, asked = subscription.divide(source)
         self._tell_credit(given)
         for other in asked:
