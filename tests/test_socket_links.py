@@ -273,13 +273,22 @@ def test_a_dial_without_descriptors_is_lost(
 
 
 @links("nng-ipc", "nng-tcp", "tcp", "tls")
-def test_accepting_goes_on_after_descriptors_ran_out(name: str) -> None:
-    """The listener rests for a while, and for no longer."""
+@pytest.mark.parametrize(("silent_seconds", "said"), [(60.0, 1), (0.0, 3)])
+def test_accepting_goes_on_after_descriptors_ran_out(
+    name: str,
+    silent_seconds: float,
+    said: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The listener rests for a while, and for no longer; it says so now and then."""
+    monkeypatch.setattr("mq.stream.listening.DEAF_SECONDS", 0.01)
+    monkeypatch.setattr("mq.stream.listening.SILENT_SECONDS", silent_seconds)
     with World(LINKS[name]) as world:
         world.nap = 0.1
         link: Any = world.members[1].link
         (listener,) = link._listeners
-        refusals = iter([OSError(errno.EMFILE, os.strerror(errno.EMFILE))])
+        refusals = iter([OSError(errno.EMFILE, os.strerror(errno.EMFILE))] * 3)
 
         class Exhausted:
             fileno, listen, close = listener.fileno, listener.listen, listener.close
@@ -294,6 +303,8 @@ def test_accepting_goes_on_after_descriptors_ran_out(name: str) -> None:
         conn = world.members[0].link.dial(world.members[1].addresses[0])
         world.until(lambda: bool(link._deaf), "the listener rests")
         world.until(lambda: conn in world.members[0].conns(What.OPENED), "OPENED")
+    assert caplog.text.count("cannot accept") == said
+    assert caplog.text.count("raise `ulimit -n`") == said
 
 
 # -- addresses ----------

@@ -298,8 +298,11 @@ def test_a_dialled_stranger_is_lost_in_time(answer: bytes) -> None:
         assert expected in world.members[0].events[0].reason
 
 
-def test_accepting_goes_on_after_descriptors_ran_out() -> None:
-    """The listener rests for a while in place of failing without end."""
+def test_accepting_goes_on_after_descriptors_ran_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The listener rests for a while in place of failing without end, and says so."""
+    monkeypatch.setattr("transports._torchrpc_sockets.DEAF_SECONDS", 0.01)
     with World(TorchRpcLink) as world:
         link: Any = world.members[1].link
         sockets = link._sockets
@@ -307,16 +310,20 @@ def test_accepting_goes_on_after_descriptors_ran_out() -> None:
 
         class Exhausted:
             fileno = listener.fileno
+            refused = 0
 
-            def accept(self) -> None:
+            def accept(self) -> Any:
+                if self.refused == 3:
+                    return listener.accept()
+                self.refused += 1
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         sockets._listeners[fd] = Exhausted()
         conn = world.members[0].link.dial(world.members[1].addresses[0])
-        world.until(lambda: bool(sockets._deaf), "the listener rests")
-        sockets._listeners[fd] = listener
-        sockets._deaf = {fd: 0.0}
         world.until(lambda: conn in world.members[0].conns(What.OPENED), "OPENED")
+        sockets._listeners[fd] = listener
+    assert caplog.text.count("cannot accept") == 1
+    assert "raise `ulimit -n`" in caplog.text
 
 
 def test_silent_strangers_are_closed() -> None:

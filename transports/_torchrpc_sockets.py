@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mq import forks
 from mq.descriptors import most_open
 from mq.log import Log
-from mq.stream.listening import DEAF_SECONDS
+from mq.stream.listening import DEAF_SECONDS, Complaint
 from mq.stream.names import Names
 from transports import _torchrpc_control as control
 from transports._torchrpc_control import BadNote, Control, Misfit
@@ -50,6 +50,7 @@ class Sockets:
         self._greeting_timeout = greeting_timeout
         self._listeners: dict[int, socket.socket] = {}
         self._deaf: dict[int, float] = {}
+        self._complaint = Complaint()
         self._controls: dict[int, Control] = {}
         self._names = Names()
         self._tried: dict[int, tuple[str, str]] = {}  # a host, and which address of it
@@ -135,7 +136,7 @@ class Sockets:
         except (BlockingIOError, ConnectionError):  # the peer is gone already
             return
         except OSError as error:  # no descriptor is free
-            logger.warning("cannot accept a connection: %s", error)
+            self._complaint.make(error)
             self.epoll.unregister(listener)
             self._deaf[listener.fileno()] = time.monotonic() + DEAF_SECONDS
             return

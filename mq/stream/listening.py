@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from typing import Any, Final, Protocol, TypeVar
 
-from mq.descriptors import most_open
+from mq.descriptors import most_open, out_of_descriptors
 from mq.log import Log
 from mq.stream.watching import Watching
 from mq.transport import Link, What
@@ -17,10 +17,27 @@ logger = Log(__name__)
 
 DEAF_SECONDS: Final = 0.5
 """How long a listener rests that could not accept for want of descriptors."""
+SILENT_SECONDS: Final = 60.0
+"""How long that is not said again."""
 _BACKLOG: Final = 1024
 _ACCEPTS: Final = 32  # at a time, before the others have their turn
 _STRANGERS: Final = 128
 _GREETING_SECONDS: Final = 5.0
+
+
+class Complaint:
+    """Tells the log that nobody can be accepted, and what to do about it."""
+
+    def __init__(self) -> None:
+        self._next_at = 0.0
+
+    def make(self, error: OSError) -> None:
+        """Say so, unless that was said not long ago."""
+        now = time.monotonic()
+        if now >= self._next_at:
+            self._next_at = now + SILENT_SECONDS
+            what = out_of_descriptors(error) or error
+            logger.warning("cannot accept a connection, but tries again: %s", what)
 
 
 class Listener(Protocol):
@@ -64,6 +81,7 @@ class Listening(Watching[ConnT], Link):
         self.strangers: dict[ConnT, float] = {}
         self._listeners: dict[Listener, None] = {}
         self._deaf: dict[Listener, float] = {}
+        self._complaint = Complaint()
         self._is_open = False
 
     @abstractmethod
@@ -87,7 +105,7 @@ class Listening(Watching[ConnT], Link):
             except (BlockingIOError, ConnectionError):  # none, or it has left again
                 return
             except OSError as error:  # out of descriptors: for a while, or one is free
-                logger.warning("cannot accept a connection: %s", error)
+                self._complaint.make(error)
                 self.unwatch(listener.fileno())
                 self._deaf[listener] = time.monotonic() + DEAF_SECONDS
                 return
