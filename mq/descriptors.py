@@ -13,7 +13,7 @@ def free_descriptors() -> tuple[float, str]:
     if limit == resource.RLIM_INFINITY:
         return float("inf"), "RLIMIT_NOFILE is unlimited"
     try:
-        used = len(os.listdir("/proc/self/fd"))
+        used = len(os.listdir("/proc/self/fd")) - 1  # that by which it is listed
     except OSError as error:  # where it cannot be known, but for one reason
         used = limit if error.errno == errno.EMFILE else 0
     return limit - used, f"{used} file descriptors are open, RLIMIT_NOFILE is {limit}"

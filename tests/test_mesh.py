@@ -295,6 +295,49 @@ def test_a_name_that_is_held_is_refused() -> None:
     assert world["a"].peers() == ["b"]
 
 
+def test_who_has_no_descriptors_to_spare_says_so_to_who_would_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And goes on with all others, also over new connections; later it lets them in."""
+    monkeypatch.setattr(ScriptedConn, "descriptors_taken", 6)
+    world = World("a", "b")
+    session = world["a"].session(world["b"])
+    free = [8]
+    monkeypatch.setattr(
+        "mq.mesh.admission.free_descriptors", lambda: (free[0], "a few are open")
+    )
+    world.cut("a", "b")
+    world.settle()
+    assert world["a"].session(world["b"]) is session
+    assert session.stats.connections == 2
+    dial = world.add("x").dial(world["a"])
+    world.advance(1.0)
+    assert not dial.done
+    assert "a few are open" in dial.error
+    assert "`ulimit -n`" in dial.error
+    free[0] = 9
+    world.advance(2.0)
+    assert world["a"].peers() == ["b", "x"]
+
+
+def test_who_has_no_descriptors_to_spare_begins_no_session_by_its_own_dial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It finds at the rendezvous whom it has turned away."""
+    world = World("a", "b")
+    a, x = world["a"], world.add("x")
+    monkeypatch.setattr(
+        "mq.mesh.greeting.crowded",
+        lambda conn: "no room" if conn.link is a.link else "",
+    )
+    dial = a.dial(x)
+    world.advance(1.0)
+    assert not dial.done
+    assert "no room" in dial.error
+    assert a.peers() == ["b"]
+    assert not x.mesh.sessions
+
+
 def test_a_later_life_of_a_name_fences_the_earlier_one() -> None:
     """The new incarnation is the member; the old one is told and stops."""
     world = World("a", "b", "c")

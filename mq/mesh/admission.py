@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from mq.descriptors import free_descriptors
 from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.config import CODEC_VERSION
@@ -12,6 +13,10 @@ from mq.mesh.handshake import Greeting, Refusal
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
     from mq.mesh.session import Session
+    from mq.transport import Conn
+
+_SPARE: Final = 3
+"""To watch a peer's process, and for what passes between two that share memory."""
 
 
 def objection(mesh: Mesh, greeting: Greeting) -> Refusal | None:
@@ -82,6 +87,19 @@ def _fence(mesh: Mesh, session: Session, by: str) -> None:
         head = wire.HEADER.pack(wire.FENCED, 0, 0, 0, session.received) + content
         session.conn.try_send(head)
     mesh.dismiss(session, by)
+
+
+def crowded(conn: Conn) -> str:
+    """Why there is no room for one more peer, on this connection; "" where there is.
+
+    It is said while there is enough left to accept the next one and say it again: who
+    cannot be accepted learns nothing.
+    """
+    each = conn.descriptors_taken
+    if not each:
+        return ""
+    free, why = free_descriptors()
+    return "" if free >= each + _SPARE else f"too few file descriptors are left: {why}"
 
 
 def _taken(holder: Greeting, newcomer: Greeting) -> Refusal:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mq.descriptors import most_open
+from mq.log import Log
 from mq.mesh.dial import (
     LONGEST_PACE,
     MAX_BESIDE,
@@ -16,9 +17,15 @@ from mq.mesh.dial import (
 )
 
 if TYPE_CHECKING:
+    from mq.mesh.handshake import Greeting
     from mq.mesh.mesh import Mesh
     from mq.mesh.session import Session
     from mq.transport import Conn, Link
+
+logger = Log(__name__)
+
+FAILED_ROUNDS: Final = 8
+"""Of a dial that took some two seconds: then it is no collision of two dials."""
 
 
 class Dialling:
@@ -161,3 +168,17 @@ class Dialling:
 
     def _has_room_beside(self, conn: Conn) -> bool:
         return len(self._greeters) < most_open(MAX_BESIDE, conn.descriptors_taken)
+
+    def _tell_of_failed_dials(self, greeting: Greeting) -> None:
+        """Say why only the peer could dial, which `connect` has waited for."""
+        for dial in self.dials:
+            if dial.incarnation != greeting.incarnation or dial.returning or dial.done:
+                continue
+            if dial.attempt >= FAILED_ROUNDS * len(dial.routes):
+                logger.warning(
+                    "the session with %s is by its dial alone; dials of this member to "
+                    "%s fail: %s",
+                    greeting.name,
+                    greeting.name,
+                    dial.error,
+                )

@@ -6,10 +6,9 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from mq.descriptors import most_open
-from mq.log import Log
 from mq.mesh import handshake as hs
 from mq.mesh import wire
-from mq.mesh.admission import claim, objection
+from mq.mesh.admission import claim, crowded, objection
 from mq.mesh.dial import MAX_GREETERS, Dial, Granted, Greeter
 from mq.mesh.dialling import Dialling
 from mq.mesh.handshake import Greeting, Refusal
@@ -20,14 +19,10 @@ from mq.transport import Event, What
 if TYPE_CHECKING:
     from mq.transport import Conn
 
-logger = Log(__name__)
-
 GREET_SECONDS: Final = 5.0
 """How long an accepted connection may take to greet."""
 STRANGER_BYTES: Final = 1 << 20
 """What an accepted connection may send before its peer has proven who it is."""
-FAILED_ROUNDS: Final = 8
-"""Of a dial that took some two seconds: then it is no collision of two dials."""
 FATAL: Final = frozenset(
     {hs.VERSION, hs.SECRET, hs.GROUP, hs.BACKEND, hs.NAME_TAKEN, hs.REPLACED, hs.SELF}
 )
@@ -172,7 +167,7 @@ class Greetings(Dialling):
     def _accept(self, conn: Conn, greeter: Greeter, greeting: Greeting) -> None:
         mesh = self._mesh
         shake = greeter.handshake
-        refusal = objection(mesh, greeting) or self._other_session(greeting)
+        refusal = objection(mesh, greeting) or self._other_session(conn, greeting)
         if refusal is not None:
             self._refuse(conn, greeter, refusal.code, refusal.text)
             return
@@ -195,7 +190,7 @@ class Greetings(Dialling):
             answer = mesh.config.greeting(greeter.granted.session_id)
         self._send(conn, greeter, shake.seal(wire.WELCOME, answer))
 
-    def _other_session(self, greeting: Greeting) -> Refusal | None:
+    def _other_session(self, conn: Conn, greeting: Greeting) -> Refusal | None:
         """Why no new session can begin with this peer, where it needs one."""
         mesh = self._mesh
         old = mesh.sessions.get(greeting.incarnation)
@@ -208,6 +203,9 @@ class Greetings(Dialling):
             return Refusal(hs.LEAVING, f"{mesh.config.name!r} is leaving the group")
         if self._is_duplicate(greeting):
             return Refusal(hs.DUPLICATE, "this member is dialling you already")
+        if old is None and (why := crowded(conn)):
+            text = f"of {mesh.config.name!r} {why}; raise `ulimit -n` there"
+            return Refusal(hs.FULL, text)
         return None
 
     def _begin(self, conn: Conn, granted: Granted, message: Message) -> None:
@@ -240,20 +238,6 @@ class Greetings(Dialling):
     def has_granted(self) -> bool:
         """Whether some peer may have begun a session of which nothing has come yet."""
         return any(greeter.granted for greeter in self._greeters.values())
-
-    def _tell_of_failed_dials(self, greeting: Greeting) -> None:
-        """Say why only the peer could dial, which `connect` has waited for."""
-        for dial in self.dials:
-            if dial.incarnation != greeting.incarnation or dial.returning or dial.done:
-                continue
-            if dial.attempt >= FAILED_ROUNDS * len(dial.routes):
-                logger.warning(
-                    "the session with %s is by its dial alone; dials of this member to "
-                    "%s fail: %s",
-                    greeting.name,
-                    greeting.name,
-                    dial.error,
-                )
 
     def _is_duplicate(self, greeting: Greeting) -> bool:
         """Whether this member's own dial to that peer is the one that goes on.
@@ -302,8 +286,11 @@ class Greetings(Dialling):
         if welcome.incarnation != dial.incarnation:
             self._fail(conn, greeter, f"{conn.address}: another member answers there")
             return
-        conn.guard(None)
         old = mesh.sessions.get(welcome.incarnation)
+        if old is None and (why := crowded(conn)):
+            self._fail(conn, greeter, f"here {why}; raise `ulimit -n`")
+            return
+        conn.guard(None)
         try:
             if old is not None and old is dial.session and welcome.session == old.id:
                 mesh.resume(old, conn, welcome.received)
