@@ -20,7 +20,7 @@ from mq.errors import (
 from mq.errors import CodecError as _CodecError
 from mq.membership import Membership
 from mq.message import CLEAR, KEEP_ALL, History, Message, check_topic, check_topics
-from mq.options import switch
+from mq.options import switch, whole
 from mq.seconds import PLAIN, deadline_after
 
 if TYPE_CHECKING:
@@ -238,16 +238,14 @@ class BlockingQueue(Membership):
         topic = check_topic(topic)
         if not isinstance(history, History):
             raise TypeError("history is mq.KEEP_ALL or mq.keep_last(n)")
-        for what, number in (("depth", depth), ("window_bytes", window_bytes)):
-            if type(number) is not int or number < 1:
-                raise ValueError(f"{what} is {number!r}, not a whole number, 1 or more")
+        depth = min(whole("depth", depth, 1), MAX_CREDIT)
+        window_bytes = min(whole("window_bytes", window_bytes, 1), MAX_CREDIT)
         if device is not None:
             from mq.tensors import check_device  # it loads torch
 
             check_device(device)
         zero_copy = switch("zero_copy", zero_copy)
         deadline_after(timeout)  # a bad one is refused before anything is begun
-        depth, window_bytes = min(depth, MAX_CREDIT), min(window_bytes, MAX_CREDIT)
         options = (history.keep, depth, window_bytes, zero_copy, device)
         subscriber = self._mesh.subscriber
         found: list[Subscription] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -110,7 +109,7 @@ class Membership:
             MembersTimeout: There were fewer; names those that are there.
         """
 
-        n = whole("n", n, 0, sys.maxsize)
+        n = whole("n", n, 0)
 
         def enough() -> bool:
             return sum(s.introduced for s in self._mesh.sessions.values()) + 1 >= n
@@ -135,7 +134,7 @@ class Membership:
         Raises:
             MembersTimeout: There were fewer; names those that are there.
         """
-        topic, n = check_topic(topic), whole("n", n, 0, sys.maxsize)
+        topic, n = check_topic(topic), whole("n", n, 0)
         publisher = self._mesh.publisher
         if not self._driver.wait_until(
             lambda: len(publisher.subscribers(topic)) >= n, timeout

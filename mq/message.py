@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
+from mq.options import whole
+
 MAX_TOPIC_BYTES: Final = 255
 RESERVED_PREFIX: Final = "mq."
 MAX_SUBSCRIPTIONS: Final = 65536
@@ -57,11 +59,14 @@ def keep_last(n: int) -> History:
     """Keep the newest `n` messages of each publisher; never make a publisher wait.
 
     Raises:
-        ValueError: `n` is less than 1.
+        TypeError: `n` is no whole number.
+        ValueError: It is less than 1.
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"keep_last needs a whole number of at least 1, not {n!r}")
-    return History(min(n, MOST_KEPT))
+    return History(_kept("n of mq.keep_last", n))
+
+
+def _kept(what: str, number: int) -> int:
+    return min(whole(what, number, 1), MOST_KEPT)
 
 
 class _Clear:

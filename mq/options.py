@@ -31,23 +31,24 @@ def names(option: str, given: object) -> tuple[str, ...]:
     raise TypeError(f"{option} is names, as in ('a', 'b') or 'a,b', not {given!r}")
 
 
-def whole(option: str, given: object, least: int, most: int) -> int:
-    """A whole number.
+def whole(option: str, given: object, least: int, most: int | None = None) -> int:
+    """A whole number, as a plain int; `most` None: of any size.
 
     Raises:
         TypeError: It is none.
         ValueError: It is out of bounds.
     """
+    bounds = f"{least} or more" if most is None else f"{least} to {most}"
     try:
         if isinstance(given, bool):
             raise TypeError
         number = operator.index(given)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(
-            f"{option} is a whole number, {least} to {most}, not {given!r}"
+            f"{option} is a whole number, {bounds}, not {given!r}"
         ) from None
-    if not least <= number <= most:
-        raise ValueError(f"{option} is {number}, but must be {least} to {most}")
+    if number < least or (most is not None and number > most):
+        raise ValueError(f"{option} is {number}, but must be {bounds}")
     return number
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mq import registry
-from mq.options import listed, switch
+from mq.options import listed, switch, whole
 from mq.seconds import positive_seconds
 
 FOUR_GIB: Final = 4 << 30
@@ -134,8 +134,7 @@ def resolve(
     if max_message_bytes is None:
         max_message_bytes = min(FOUR_GIB, memory_bytes() // 2)
         sources["max_message_bytes"] = "smaller of 4 GiB and half of the memory"
-    elif type(max_message_bytes) is not int or max_message_bytes < 1:
-        raise ValueError(f"max_message_bytes is {max_message_bytes!r}, need 1 or more")
+    max_message_bytes = whole("max_message_bytes", max_message_bytes, 1)
     found_secret, sources["secret"] = secret_from(secret, env)
     return Settings(
         backend=registry.canonical(chosen_backend),

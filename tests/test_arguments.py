@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import enum
 import pickle
 import sys
 import threading
@@ -185,18 +186,44 @@ def test_close_may_take_as_long_as_it_takes(pair: Pair) -> None:
 )
 def test_a_window_that_cannot_be_is_refused(pair: Pair, options: Any) -> None:
     """By name, before anybody is told of the subscription."""
-    (name,) = options
-    with pytest.raises(ValueError, match=f"{name} is .* 1 or more"):
+    ((name, given),) = options.items()
+    kind = ValueError if type(given) is int else TypeError
+    with pytest.raises(kind, match=f"{name} is .* 1 or more"):
         pair[1].subscribe("u", **options)
     assert pair[0].subscribers("u") == []
     pair[1].subscribe("u", timeout=10)
 
 
-@pytest.mark.parametrize("count", [0, True, 1.0])
+@pytest.mark.parametrize("count", [0, -1, True, 1.0, "1", None])
 def test_keeping_a_number_that_cannot_be_is_refused(count: Any) -> None:
     """By name."""
-    with pytest.raises(ValueError, match="whole number"):
+    kind = ValueError if type(count) is int else TypeError
+    with pytest.raises(kind, match=r"n of mq\.keep_last is .* 1 or more"):
         mq.keep_last(count)
+
+
+class Count(int):
+    """A whole number that msgpack does not take for one."""
+
+
+class Few(enum.IntEnum):
+    """Another."""
+
+    THREE = 3
+
+
+@pytest.mark.parametrize("three", [np.int64(3), Count(3), Few.THREE], ids=repr)
+def test_whole_numbers_of_other_types_count(pair: Pair, three: Any) -> None:
+    """Members are told of them as plain ones."""
+    a, b = pair
+    b.subscribe("depth", depth=three, timeout=10)
+    b.subscribe("window", window_bytes=three, timeout=10)
+    b.subscribe("history", history=mq.keep_last(three), timeout=10)
+    for topic in ("depth", "window", "history"):
+        a.publish(topic, topic)
+        assert b.recv(timeout=10).payload == topic
+    b.subscribe("history", history=mq.keep_last(3), timeout=10)
+    a.wait_for_subscribers("history", Count(1), timeout=10)
 
 
 @pytest.mark.parametrize("most", [2**31, 2**62, sys.maxsize, 2**63, 2**64, 2**70])
@@ -215,6 +242,24 @@ def test_more_than_anybody_can_hold_is_as_good_as_no_bound(
         for number in range(3):
             a.publish(topic, number)
         assert [b.recv(timeout=10).payload for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("option", ["max_message_bytes", "shm_bytes"])
+def test_a_limit_is_a_whole_number_of_any_type(option: str) -> None:
+    """Others join; what is none is refused by name."""
+    options: dict[str, Any] = {"group": "limits", "connect_timeout": 5}
+    for number in (np.int64(1 << 24), Count(1 << 24)):
+        with (
+            mq.connect("shm", name="a", **options, **{option: number}) as a,
+            mq.connect("shm", name="b", **options) as b,
+        ):
+            assert [member.name for member in b.members()] == ["a", "b"]
+            assert a.describe()["max_message_bytes"] >= 1 << 24
+    for wrong in ("1", 1.5, True):
+        with pytest.raises(TypeError, match=f"^{option} is a whole number, . or more"):
+            mq.connect("shm", **options, **{option: wrong})
+    with pytest.raises(ValueError, match=f"^{option} is -1, but must be . or more"):
+        mq.connect("shm", **options, **{option: -1})
 
 
 @pytest.mark.parametrize("option", ["max_message_bytes", "shm_bytes"])

@@ -24,6 +24,7 @@ from mq.descriptors import most_open
 from mq.lending import MOST_SEGMENTS, Lender
 from mq.log import Log
 from mq.mesh.poller import Poller
+from mq.options import whole
 from mq.segments import Segment, seal
 from mq.stream.conn import StreamConn
 from mq.stream.descriptors import DescriptorConn, peer_user
@@ -224,8 +225,8 @@ class ShmLink(StreamLink):
 
     def __init__(self, *, shm_bytes: int | None = None) -> None:
         super().__init__()
-        if shm_bytes is not None and (type(shm_bytes) is not int or shm_bytes < 0):
-            raise ValueError(f"shm_bytes is {shm_bytes!r}; give a number of bytes")
+        if shm_bytes is not None:
+            shm_bytes = whole("shm_bytes", shm_bytes, 0)
         self.lender: Lender = Lender(shm_bytes)
         self._dropped = 0
         self._recalling: list[ShmConn] = []
