@@ -20,8 +20,8 @@ from mq.errors import (
 from mq.errors import CodecError as _CodecError
 from mq.membership import Membership
 from mq.message import CLEAR, KEEP_ALL, History, Message, check_topic, check_topics
-from mq.options import switch, whole
 from mq.seconds import PLAIN, deadline_after
+from mq.subscribing import DEFAULT_DEPTH, DEFAULT_WINDOW_BYTES, check_options
 
 if TYPE_CHECKING:
     from mq.buffers import Pool
@@ -31,16 +31,10 @@ if TYPE_CHECKING:
     from mq.mesh.incoming import Entry, Run
     from mq.mesh.subscription import Subscription
 
-DEFAULT_DEPTH = 4096
-"""1000 small messages last one to three milliseconds: where answers are slow both sides
-would wait in turn (docs/performance.md, small messages)."""
-DEFAULT_WINDOW_BYTES = 256 << 20
 MOST_AHEAD = 16
 """Messages with arrays, tensors and the like that `recv` decodes ahead at most."""
 LONGEST_PAUSE = 64
 """Messages that go by, at most, after one that could not be decoded ahead."""
-MAX_CREDIT = 2**62
-"""What more stands for, as credit is sent in totals of 63 bits."""
 _new_message = tuple.__new__
 _READ_ONLY = attrgetter("readonly")
 """Whether an area came in a batch."""
@@ -236,17 +230,8 @@ class BlockingQueue(Membership):
         """
         self._driver.check()
         topic = check_topic(topic)
-        if not isinstance(history, History):
-            raise TypeError("history is mq.KEEP_ALL or mq.keep_last(n)")
-        depth = min(whole("depth", depth, 1), MAX_CREDIT)
-        window_bytes = min(whole("window_bytes", window_bytes, 1), MAX_CREDIT)
-        if device is not None:
-            from mq.tensors import check_device  # it loads torch
-
-            check_device(device)
-        zero_copy = switch("zero_copy", zero_copy)
+        options = check_options(history, depth, window_bytes, zero_copy, device)
         deadline_after(timeout)  # a bad one is refused before anything is begun
-        options = (history.keep, depth, window_bytes, zero_copy, device)
         subscriber = self._mesh.subscriber
         found: list[Subscription] = []
 

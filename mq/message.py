@@ -65,6 +65,18 @@ def keep_last(n: int) -> History:
     return History(_kept("n of mq.keep_last", n))
 
 
+def check_history(history: History) -> int | None:
+    """How many messages it keeps, as peers take it; None: all.
+
+    Raises:
+        TypeError: It is no history, or one of no whole number.
+        ValueError: Its number is less than 1.
+    """
+    if not isinstance(history, History):
+        raise TypeError(f"history is mq.KEEP_ALL or mq.keep_last(n), not {history!r}")
+    return None if history.keep is None else _kept("keep of mq.History", history.keep)
+
+
 def _kept(what: str, number: int) -> int:
     return min(whole(what, number, 1), MOST_KEPT)
 

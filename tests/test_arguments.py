@@ -202,6 +202,19 @@ def test_keeping_a_number_that_cannot_be_is_refused(count: Any) -> None:
         mq.keep_last(count)
 
 
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5, "x", (1,)], ids=repr)
+def test_a_history_of_a_number_that_cannot_be_is_refused(pair: Pair, keep: Any) -> None:
+    """By name, before anybody is told of it: peers would cut this member off."""
+    kind = ValueError if type(keep) is int else TypeError
+    with pytest.raises(kind, match=r"keep of mq\.History is .* 1 or more"):
+        pair[1].subscribe("u", history=mq.History(keep))
+    with pytest.raises(TypeError, match=r"history is mq.*keep_last\(n\), not "):
+        pair[1].subscribe("u", history=keep)
+    assert pair[0].subscribers("u") == []
+    pair[0].publish("t", "and goes on")
+    assert pair[1].recv(timeout=10).payload == "and goes on"
+
+
 class Count(int):
     """A whole number that msgpack does not take for one."""
 
@@ -219,7 +232,8 @@ def test_whole_numbers_of_other_types_count(pair: Pair, three: Any) -> None:
     b.subscribe("depth", depth=three, timeout=10)
     b.subscribe("window", window_bytes=three, timeout=10)
     b.subscribe("history", history=mq.keep_last(three), timeout=10)
-    for topic in ("depth", "window", "history"):
+    b.subscribe("made", history=mq.History(three), timeout=10)
+    for topic in ("depth", "window", "history", "made"):
         a.publish(topic, topic)
         assert b.recv(timeout=10).payload == topic
     b.subscribe("history", history=mq.keep_last(3), timeout=10)
@@ -236,6 +250,7 @@ def test_more_than_anybody_can_hold_is_as_good_as_no_bound(
         ("depth", {"depth": most}),
         ("window", {"window_bytes": most}),
         ("history", {"history": mq.keep_last(most)}),
+        ("made", {"history": mq.History(most)}),
     ):
         for _ in range(2):
             b.subscribe(topic, timeout=10, **options)  # type: ignore[arg-type]
