@@ -350,6 +350,13 @@ def _subscript(key: Any) -> str:
     return f"[{shown if len(shown) <= 60 else shown[:57] + '...'}]"
 
 
+def is_data(kind: type) -> bool:
+    """Whether objects of exactly this type travel as they are."""
+    if kind not in _HANDLERS:
+        _load_handlers()
+    return kind in LEAVES or kind in _HANDLERS
+
+
 def _load_handlers() -> None:
     from mq.speed import Lock  # it loads NumPy, as every queue does
 

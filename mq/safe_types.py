@@ -76,7 +76,8 @@ def add_safe_types(
             a peer sent: any exception of it becomes a `CodecError`.
 
     Raises:
-        TypeError: One of them is no class, or needs `encode` and `decode`.
+        TypeError: One of them is no class, or needs `encode` and `decode`; or the name
+            is no text.
         ValueError: The name is taken by another type, empty or over 255 bytes, or the
             type travels without being registered; or there are over 32 KiB of names.
     """
@@ -87,10 +88,15 @@ def add_safe_types(
             raise TypeError(f"encode= and decode= are functions, not {function!r}")
     if len(types) != 1 and (name is not None or encode is not None):
         raise TypeError("name=, encode= and decode= go with exactly one type")
+    if name is not None:
+        if not isinstance(name, str):
+            raise TypeError(f"name= of add_safe_types is a str, not {name!r}")
+        name = str.__str__(name)  # whatever subclass of str: it goes on the wire
     entries = []
     for kind in types:
         if not isinstance(kind, type):
             raise TypeError(f"add_safe_types takes classes, not {kind!r}")
+        _check_kind(kind)
         if encode is not None and decode is not None:
             entry = SafeType(type_name(kind), kind, encode, decode, False)
         else:
@@ -123,16 +129,26 @@ def _store(entries: list[SafeType]) -> None:
         changed()
 
 
+def _check_kind(kind: type) -> None:
+    from mq import packing  # which asks here how registered types travel
+
+    if packing.is_data(kind):
+        raise ValueError(f"{kind.__name__} cannot be registered: it travels as it is")
+    if kind.__module__ == "builtins":
+        raise ValueError(
+            f"{kind.__name__} cannot be registered, as no builtin can: {remedy(kind)}"
+        )
+
+
 def _check(entry: SafeType, taken: SafeType | None) -> None:
-    if not 1 <= len(entry.name.encode()) <= MAX_NAME_BYTES or entry.name == PICKLE:
+    try:
+        size = len(entry.name.encode())
+    except UnicodeEncodeError:
+        size = 0
+    if not 1 <= size <= MAX_NAME_BYTES or entry.name == PICKLE:
         raise ValueError(
             f"{entry.name!r} cannot name a type: names have 1 to {MAX_NAME_BYTES} "
-            f"bytes and are not {PICKLE!r}"
-        )
-    if entry.kind.__module__ == "builtins":
-        raise ValueError(
-            f"{entry.kind.__name__} cannot be registered: builtins travel as they are, "
-            "or not at all"
+            f"bytes of UTF-8 and are not {PICKLE!r}"
         )
     if taken is not None and type_name(taken.kind) != type_name(entry.kind):
         raise ValueError(

@@ -219,8 +219,60 @@ def test_registrations_that_cannot_work_are_refused() -> None:
     for name in ("", "pickle", "x" * 256):
         with pytest.raises(ValueError, match="cannot name a type"):
             add_safe_types(Plain, name=name, encode=str, decode=str)
-    with pytest.raises(ValueError, match="builtins"):
-        add_safe_types(int, encode=str, decode=int)
+    for wrong in (3, b"x", ["x"]):
+        with pytest.raises(TypeError, match=r"^name= of add_safe_types is a str"):
+            add_safe_types(Plain, name=wrong, encode=str, decode=str)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot name a type"):
+        add_safe_types(Plain, name="\ud800", encode=str, decode=str)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(int, bool, dict, type(None), datetime.datetime, datetime.timedelta),
+        *(OrderedDict, torch.Tensor, torch.nn.Parameter, torch.Size),
+        *(np.ndarray, np.memmap, np.float32, np.str_),
+    ],
+)
+def test_what_travels_as_it_is_cannot_be_registered(kind: type) -> None:
+    """Its functions would not be called."""
+    before = safe_types.names()
+    problem = f"{kind.__name__} cannot be registered: it travels as it is"
+    for functions in ({}, {"encode": str, "decode": str}):
+        with pytest.raises(ValueError, match=problem):
+            add_safe_types(kind, **functions)  # type: ignore[arg-type]
+    assert safe_types.names() == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"), [(range, r"list\("), (type(CODEC.encode), "send data")]
+)
+def test_no_builtin_can_be_registered(kind: type, remedy: str) -> None:
+    """The error says what else to do."""
+    problem = f"{kind.__name__} cannot be registered, as no builtin can: .*{remedy}"
+    for functions in ({}, {"encode": str, "decode": str}):
+        with pytest.raises(ValueError, match=problem):
+            add_safe_types(kind, **functions)  # type: ignore[arg-type]
+
+
+def test_a_name_of_any_kind_of_text_goes_out_as_plain_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else no greeting could be encoded, and nobody could join from then on."""
+
+    class Plain:
+        pass
+
+    for table in ("_by_type", "_by_name"):  # for the other tests
+        monkeypatch.setattr(safe_types, table, getattr(safe_types, table))
+    name: Any = np.str_("test:a name of NumPy's")
+    with mq.connect("inproc", group="type-names", name="a") as a:
+        add_safe_types(Plain, name=name, encode=vars, decode=lambda state: Plain())
+        with mq.connect("inproc", group="type-names", name="b") as b:
+            b.subscribe("t", timeout=10)
+            a.publish("t", Plain(), timeout=10)
+            assert type(b.recv(timeout=10).payload) is Plain
+    assert {type(known) for known in safe_types.names()} == {str}
 
 
 def test_a_class_defined_anew_replaces_the_old_one() -> None:
