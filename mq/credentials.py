@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final, NoReturn
 
 from mq.openssl import undivided
@@ -21,17 +23,18 @@ _REMEDIES: Final = {
 
 
 def pem_files(
-    transport: str, certificate: str, private_key: str, authorities: str
+    transport: str, certificate: object, private_key: object, authorities: object
 ) -> dict[str, str]:
     """The paths that a transport with certificates was given, by option.
 
     Raises:
+        TypeError: One is no path.
         ValueError: One is missing.
     """
     given = {
-        "certificate": certificate,
-        "private_key": private_key,
-        "authorities": authorities,
+        "certificate": _path("certificate", certificate),
+        "private_key": _path("private_key", private_key),
+        "authorities": _path("authorities", authorities),
     }
     missing = [name for name, path in given.items() if not path]
     if missing:
@@ -40,6 +43,16 @@ def pem_files(
             f"of PEM files; missing: {', '.join(missing)}"
         )
     return given
+
+
+def _path(option: str, given: object) -> str:
+    """What `open` takes for a path only: it reads and closes descriptors, too."""
+    if given is None:
+        return ""
+    try:
+        return os.fsdecode(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{option} is the path of a PEM file, not {given!r}") from None
 
 
 def asked_name(server_name: object) -> str:
@@ -141,8 +154,13 @@ def explain(error: ssl.SSLError) -> str:
 def _check_texts(transport: str, paths: Mapping[str, str]) -> None:
     """Say which file is not what it must be, which OpenSSL does not."""
     for option, path in paths.items():
-        with open(path, "rb") as file:
-            text = file.read()
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{transport}: {option} {path!r} cannot be read: {error.strerror}",
+            ) from error
         what, word = "certificate", b"CERTIFICATE-----"
         if option == "private_key":
             what, word = "key", b"PRIVATE KEY-----"

@@ -364,6 +364,27 @@ def test_a_server_name_that_no_certificate_can_have_is_refused(
 
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("option", ["certificate", "private_key", "authorities"])
+def test_a_descriptor_is_no_path(backend: str, option: str, tmp_path: Any) -> None:
+    """It would be read and closed; and False is a descriptor, too, to `open`."""
+    (tmp_path / "file").write_text("of somebody else")
+    with open(tmp_path / "file") as file:
+        for wrong in (file.fileno(), True, False, 0):
+            with pytest.raises(TypeError, match=f"^{option} is the path of a PEM file"):
+                mq.connect(backend, group="tls", **{**tls_options(), option: wrong})
+        assert file.read() == "of somebody else"
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("kind", [Path, os.fsencode])
+def test_a_path_may_be_of_any_type_that_python_opens(backend: str, kind: Any) -> None:
+    """The files are found."""
+    options = {name: kind(path) for name, path in tls_options().items()}
+    with mq.connect(backend, group="tls-paths", name="a", **options) as a:
+        assert a.backend == backend
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("option", ["certificate", "private_key", "authorities"])
 def test_a_file_that_is_missing_or_is_something_else_is_named(
     option: str, backend: str, tmp_path: Any
 ) -> None:
@@ -377,7 +398,8 @@ def test_a_file_that_is_missing_or_is_something_else_is_named(
     for path, words in (
         (garbage, rf"{option} .*garbage\.pem' holds no"),
         (broken, r"OpenSSL does not accept.*broken\.pem"),
-        (tmp_path / "nowhere", "nowhere"),
+        (tmp_path / "nowhere", rf"{option} .*nowhere' cannot be read: No such file"),
+        (tmp_path, rf"{option} .* cannot be read: Is a directory"),
     ):
         with pytest.raises(OSError, match=words):
             mq.connect(
