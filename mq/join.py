@@ -21,6 +21,7 @@ from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
+from mq.settings import told
 from mq.transport import LINGER_SECONDS
 
 if TYPE_CHECKING:
@@ -142,7 +143,9 @@ def join(
     """
     deadline = time.monotonic() + settings.connect_timeout
     check_descriptors()
-    link = registry.create(settings.backend, options)
+    sources = settings.sources
+    with told(sources["backend"], f"transport {settings.backend!r}"):
+        link = registry.create(settings.backend, options)
     forks.register(link)
     link.insecure = settings.insecure
     link.member_name = settings.name
@@ -154,17 +157,19 @@ def join(
     driver: Driver | None = None
     try:
         if not settings.explicit:
-            meeting = rendezvous.open_rendezvous(
-                settings.rendezvous,
-                group=settings.group,
-                secret=settings.secret,
-                timeout=settings.connect_timeout,
-                until=deadline,
-            )
+            with told(sources["rendezvous"], "rendezvous"):
+                meeting = rendezvous.open_rendezvous(
+                    settings.rendezvous,
+                    group=settings.group,
+                    secret=settings.secret,
+                    timeout=settings.connect_timeout,
+                    until=deadline,
+                )
         secret = settings.secret or (meeting.secret if meeting is not None else b"")
-        check_listen(settings, link, secret)
         directory = None if meeting is None else meeting.directory
-        addresses = link.open(poller, settings.listen, directory)
+        with told(sources["listen"], *settings.listen):
+            check_listen(settings, link, secret)
+            addresses = link.open(poller, settings.listen, directory)
         config = _config(settings, codec, secret, addresses)
         config.dial_back = meeting is not None
         mesh = Mesh(config, [link], take=pool.take, clock=time.monotonic)

@@ -6,13 +6,14 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 from mq import registry
+from mq.errors import AuthenticationFailed, MQError
 from mq.options import listed, switch, whole
 from mq.seconds import positive_seconds
 
@@ -21,7 +22,31 @@ MAX_LABELS_BYTES: Final = 24 * 1024
 """With 3 more for each: what else is in a greeting must find room there, too."""
 MOST_BYTES: Final = 2**62
 """What more stands for, as members are told of the limit in 64 bits."""
+_FROM: Final = "environment "
 _counter = count(1)
+
+
+@contextlib.contextmanager
+def told(source: str, *texts: str) -> Iterator[None]:
+    """Have errors about a value say which variable it comes from, if from any.
+
+    Args:
+        source: As in `Settings.sources`.
+        texts: An error that has one of these is about the value.
+    """
+    try:
+        yield
+    except AuthenticationFailed:  # it is the secret that is wrong
+        raise
+    except (ValueError, OSError, MQError) as error:
+        if source.startswith(_FROM) and any(text in str(error) for text in texts):
+            variable = source.removeprefix(_FROM)
+            if isinstance(error, OSError) and error.strerror:
+                error.strerror = f"{variable}: {error.strerror}"
+                error.args = (error.errno, error.strerror)
+            else:
+                error.args = (f"{variable}: {error}", *error.args[1:])
+        raise
 
 
 @dataclass(frozen=True)
@@ -80,7 +105,7 @@ def resolve(
             sources[key] = "argument"
             return str.__str__(given)  # whatever subclass of str: it goes on the wire
         value = env.get(variable)
-        sources[key] = "default" if not value else f"environment {variable}"
+        sources[key] = "default" if not value else _FROM + variable
         return value or None
 
     def pick_list(key: str, given: object, variable: str) -> tuple[str, ...]:
@@ -88,7 +113,7 @@ def resolve(
         if not values:
             values, sources[key] = listed(env.get(variable, "")), "default"
             if values:
-                sources[key] = f"environment {variable}"
+                sources[key] = _FROM + variable
         return values
 
     chosen_backend = pick("backend", backend, "MQ_BACKEND")
@@ -106,8 +131,10 @@ def resolve(
     chosen_name = pick("name", name, "MQ_NAME")
     if chosen_name is None:
         chosen_name = _default_name()
-    _check_text("group", chosen_group, 100)
-    _check_text("name", chosen_name, 100)
+    with told(sources["group"], "group"):
+        _check_text("group", chosen_group, 100)
+    with told(sources["name"], "name"):
+        _check_text("name", chosen_name, 100)
     listen_list = pick_list("listen", listen or (), "MQ_LISTEN")
     attach_list = _strings("attach_to", attach_to)
     meeting = pick("rendezvous", rendezvous, "MQ_RENDEZVOUS")
@@ -117,14 +144,8 @@ def resolve(
     elif meeting is None and (sources["listen"] == "argument" or attach_list):
         sources["rendezvous"] = "none: listen or attach_to was given"
     label_list = pick_list("labels", labels, "MQ_LABELS")
-    for label in label_list:
-        _check_text("label", label, 255)
-    in_all = sum(len(label.encode()) + 3 for label in label_list)
-    if in_all > MAX_LABELS_BYTES:
-        raise ValueError(
-            f"{len(label_list)} labels take {in_all} bytes, and members tell each "
-            f"other {MAX_LABELS_BYTES} of them at most; give fewer or shorter ones"
-        )
+    with told(sources["labels"], "label"):
+        _check_labels(label_list)
     connect_timeout = positive_seconds("connect_timeout", connect_timeout)
     if peer_timeout is not None:
         peer_timeout = positive_seconds("peer_timeout", peer_timeout)
@@ -170,6 +191,17 @@ def _check_text(what: str, value: str, limit: int) -> None:
         )
 
 
+def _check_labels(labels: Sequence[str]) -> None:
+    for label in labels:
+        _check_text("label", label, 255)
+    in_all = sum(len(label.encode()) + 3 for label in labels)
+    if in_all > MAX_LABELS_BYTES:
+        raise ValueError(
+            f"{len(labels)} labels take {in_all} bytes, and members tell each "
+            f"other {MAX_LABELS_BYTES} of them at most; give fewer or shorter ones"
+        )
+
+
 def _strings(what: str, value: object) -> tuple[str, ...]:
     values: tuple[Any, ...] = (value,)
     if isinstance(value, Iterable) and not isinstance(value, str):
@@ -193,7 +225,7 @@ def secret_from(
     """
     secret, source = given, "argument"
     if secret is None and env.get("MQ_SECRET"):
-        secret, source = env["MQ_SECRET"], "environment MQ_SECRET"
+        secret, source = env["MQ_SECRET"], _FROM + "MQ_SECRET"
     elif secret is None and env.get("MQ_SECRET_FILE"):
         path = env["MQ_SECRET_FILE"]
         source = f"file {path} of MQ_SECRET_FILE"
@@ -215,7 +247,9 @@ def secret_from(
             "put it into a file that MQ_SECRET_FILE names"
         ) from error
     if len(raw) < 8:
-        raise ValueError("the secret is shorter than 8 bytes; use a random one")
+        raise ValueError(
+            f"the secret of the {source} is shorter than 8 bytes; use a random one"
+        )
     return raw, source
 
 

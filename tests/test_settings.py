@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+from meeting import free_port
 from world import World
 
 import mq
@@ -173,3 +176,80 @@ def test_a_secret_is_not_shown() -> None:
     assert resolved.secret == known.encode()
     assert known not in repr(resolved)
     assert known not in repr(config)
+
+
+VARIABLES = [
+    ("MQ_BACKEND", "zmqq", "no transport 'zmqq'; did you mean 'zmq'"),
+    ("MQ_GROUP", "x" * 101, "group 'x+' is not 1 to 100"),
+    ("MQ_NAME", "a\tb", "name 'a.*b' is not 1 to 100"),
+    ("MQ_LABELS", "b\tc", "label 'b.*c' is not 1 to 255"),
+    ("MQ_LISTEN", "tcp://127.0.0.1:99999", "'tcp://127.* not of the form"),
+    ("MQ_LISTEN", "tcp://192.0.2.1:0", r"cannot listen on tcp://192\.0\.2\.1:0"),
+    ("MQ_RENDEZVOUS", "foo", "unknown rendezvous 'foo'"),
+    ("MQ_RENDEZVOUS", "file:///no/where", "directory /no/where does not exist"),
+    ("MQ_RENDEZVOUS", "env://", "rendezvous env:// needs RANK"),
+    ("MQ_SECRET", "short", "shorter than 8 bytes"),
+]
+
+
+@pytest.mark.parametrize(("variable", "value", "words"), VARIABLES)
+def test_a_bad_value_is_told_with_the_variable_that_it_comes_from(
+    variable: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program says nothing of the kind; what it does say, it need not be told."""
+    given = {"MQ_BACKEND": "tcp", "MQ_GROUP": "variables", variable: value}
+    for each, text in given.items():
+        monkeypatch.setenv(each, text)
+    with pytest.raises((ValueError, OSError, mq.MQError), match=words) as caught:
+        mq.connect(insecure=True)
+    assert variable in str(caught.value)
+    monkeypatch.delenv(variable)
+
+    argument: dict[str, Any] = {variable.removeprefix("MQ_").lower(): value}
+    with pytest.raises(type(caught.value), match=words) as caught:
+        mq.connect(insecure=True, **argument)
+    assert f"{variable}: " not in str(caught.value)
+
+
+def test_another_error_is_not_laid_at_a_variables_door(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An option is the program's, whoever chose the transport and where it listens."""
+    monkeypatch.setenv("MQ_BACKEND", "zmq")
+    monkeypatch.setenv("MQ_LISTEN", "tcp://127.0.0.1:0")
+    with pytest.raises(ValueError, match=r"^hwm is 0"):
+        mq.connect(group="variables", hwm=0)
+    monkeypatch.setenv("MQ_BACKEND", "tls")
+    files = dict.fromkeys(("certificate", "private_key", "authorities"), "/nowhere")
+    with pytest.raises(FileNotFoundError, match=r"^\[Errno 2\] tls: certificate"):
+        mq.connect(group="variables", **files)
+
+
+def test_a_secret_in_a_file_that_is_too_short_is_told_with_it(tmp_path: Path) -> None:
+    """The variable and the path."""
+    (tmp_path / "secret").write_bytes(b"short\n")
+    env = {"MQ_SECRET_FILE": str(tmp_path / "secret")}
+    with pytest.raises(
+        ValueError, match=r"secret.* of MQ_SECRET_FILE is shorter than 8"
+    ):
+        resolve(env, backend="zmq", group="g")
+
+
+def test_a_wrong_secret_is_not_laid_at_a_variables_door(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What says where members meet is right."""
+    service = f"tcp://127.0.0.1:{free_port()}"
+    with mq.connect("tcp", group="g", rendezvous=service, secret="that of the group"):
+        monkeypatch.setenv("MQ_RENDEZVOUS", service)
+        with pytest.raises(mq.AuthenticationFailed, match=r"^the rendezvous"):
+            mq.connect("tcp", group="g", secret="that of another")
+
+
+def test_an_error_of_the_system_says_it_in_another_process_too() -> None:
+    """What pickle makes again has all its words."""
+    with pytest.raises(OSError, match="MQ_LISTEN: cannot listen") as caught:
+        with settings.told("environment MQ_LISTEN", "there"):
+            raise OSError(errno.EADDRINUSE, "cannot listen there")
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
