@@ -19,8 +19,11 @@ from mq import bell, plain, repeated
 from mq.mesh import atomic, gate, ready
 from mq.stream import passing
 
+_asked = os.environ.get("MQ_COMPILED") or "1"
+if _asked not in ("0", "1"):
+    raise ValueError(f"MQ_COMPILED is {_asked!r}, but must be 0 or 1")
 try:
-    if os.environ.get("MQ_COMPILED") == "0":
+    if _asked == "0":
         raise ImportError("it is not wanted")
     from mq import _speed
 except ImportError:

@@ -90,6 +90,16 @@ def test_the_environment_can_ask_for_python() -> None:
     assert output_of(code).strip() == "False"
 
 
+@pytest.mark.parametrize("asked", ["no", "false", "2"])
+def test_what_the_environment_asks_for_is_not_guessed_at(asked: str) -> None:
+    """Nor ignored: what is compiled would be used."""
+    code = (
+        f"import os; os.environ['MQ_COMPILED'] = {asked!r}\n"
+        "try:\n    import mq\nexcept ValueError as error:\n    print(error)"
+    )
+    assert output_of(code).strip() == f"MQ_COMPILED is {asked!r}, but must be 0 or 1"
+
+
 @needs_compiled
 def test_it_is_used_where_it_is_there() -> None:
     """And not only built."""
