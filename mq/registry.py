@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -67,6 +68,7 @@ aliases: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Other names of backends: members that use either are in the same group."""
 
+_TARGET: Final = re.compile(r"[^\s:.]+(\.[^\s:.]+)*:[^\s:.]+")
 _OWN: Final = frozenset({*_TABLE, *aliases})
 _told: Final[set[str]] = set()  # of these, which an installed distribution names, too
 
@@ -88,19 +90,21 @@ def register(
         name: The backend string.
         target: The class, or ``package.module:Class`` to import when first used.
         library: What to ``pip install`` when the module cannot be imported.
-        replace: Whether to take the place of a backend of the same name.
+        replace: Whether to take the place of a backend, or alias, of the same name.
         options: Keyword arguments for the class; those of `mq.connect` come on top.
 
     Raises:
         ValueError: The name is taken and `replace` is False, or the target malformed.
-        TypeError: The target is neither text nor a class, or a class that does not
-            take one of the options.
+        TypeError: The name is no text, or the target neither text nor a class, or a
+            class that does not take one of the options.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no name for a transport, which is a str")
     if not name or not name.isprintable():
         raise ValueError(f"{name!r} is no name for a transport")
-    if name in names() and not replace:
+    if (name in aliases or name in names()) and not replace:
         raise ValueError(f"transport {name!r} exists; pass replace=True to replace it")
-    if isinstance(target, str) and target.count(":") != 1:
+    if isinstance(target, str) and not _TARGET.fullmatch(target):
         raise ValueError(f"target {target!r} is not of the form 'package.module:Class'")
     if isinstance(target, type):
         if wrong := _not_taken(target, options):

@@ -221,10 +221,42 @@ def test_where_memory_cannot_be_sealed_shm_says_so() -> None:
     assert not [reason for reason in others if re.search(r"has no \w+Link", reason)]
 
 
-def test_a_malformed_target_is_refused_at_once() -> None:
+@pytest.mark.usefixtures("clean_table")
+@pytest.mark.parametrize(
+    "target",
+    ["transports.inproc.InprocLink", ":", "a:", ":B", "", "a:b:c", "a b:C", "a..b:C"],
+)
+def test_a_malformed_target_is_refused_at_once(target: str) -> None:
     """The form is package.module:Class."""
     with pytest.raises(ValueError, match=r"package\.module:Class"):
-        registry.register("odd", "transports.inproc.InprocLink")
+        registry.register("odd", target)
+
+
+@pytest.mark.usefixtures("clean_table")
+@pytest.mark.parametrize("target", ["my-plug.link:L", "a.b_1.c:De\u0301"])
+def test_whatever_can_be_imported_is_a_target(target: str) -> None:
+    """Also what no statement could import."""
+    registry.register("odd", target)
+
+
+@pytest.mark.usefixtures("clean_table")
+@pytest.mark.parametrize("alias", registry.aliases)
+def test_an_alias_is_taken_over_only_on_request(alias: str) -> None:
+    """Its members are in the group of those that use the other name."""
+    stands_for = registry.canonical(alias)
+    with pytest.raises(ValueError, match=f"'{alias}' exists.*replace=True"):
+        registry.register(alias, InprocLink)
+    assert registry.canonical(alias) == stands_for
+    registry.register(alias, InprocLink, replace=True)
+    assert registry.load(alias) is InprocLink
+
+
+@pytest.mark.parametrize("name", [1, b"mine", None, "", "a\nb"])
+def test_what_is_no_name_of_a_transport_is_refused(name: Any) -> None:
+    """With what was given."""
+    kind = ValueError if isinstance(name, str) else TypeError
+    with pytest.raises(kind, match=re.escape(f"{name!r} is no name for a transport")):
+        registry.register(name, InprocLink)
 
 
 @pytest.mark.usefixtures("clean_table")
