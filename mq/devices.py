@@ -1,10 +1,11 @@
 """Tensors that stay on their device: cut into pieces here, put together there.
 
-Nothing here waits for a device but `Piece.copy_to`. Each piece carries an event of the
-stream that filled it, and whoever uses it next makes its own stream wait for that. The
-copies of arriving pieces, and what TensorPipe does with leaving ones, are ordered on a
-stream of this module's, so that it does not matter which of the application's threads
-happens to move them. On the CPU the same code runs without streams.
+Nothing here waits for a device but `Piece.copy_to` and `check_device`. Each piece
+carries an event of the stream that filled it, and whoever uses it next makes its own
+stream wait for that. The copies of arriving pieces, and what TensorPipe does with
+leaving ones, are ordered on a stream of this module's, so that it does not matter which
+of the application's threads happens to move them. On the CPU the same code runs without
+streams.
 """
 
 from __future__ import annotations
@@ -202,6 +203,31 @@ def _cut(parts: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor
             room -= part.numel()
     if run:
         yield run
+
+
+def check_device(device: str) -> None:
+    """See that tensors can be moved to a device.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: Torch has no such device, this process cannot use it, or it holds
+            no data.
+    """
+    if not isinstance(device, str):
+        raise TypeError(f"device is a str such as 'cuda:0', not {device!r}")
+    try:
+        moved = torch.empty(1, device="cpu").to(device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # by kind of device
+        raise ValueError(
+            f"device is {device!r}, which cannot be used here: {first_line(error)}. "
+            f"Torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
+            "name one of them or 'cpu', or leave device= out"
+        ) from error
+    if moved.is_meta:
+        raise ValueError(
+            f"device is {device!r}, where tensors have no data: what is received would "
+            "be lost; leave device= out, and move to it what needs no data"
+        )
 
 
 # -- streams ----------

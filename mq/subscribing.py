@@ -32,7 +32,7 @@ def check_options(
     depth = min(whole("depth", depth, 1), MAX_CREDIT)
     window_bytes = min(whole("window_bytes", window_bytes, 1), MAX_CREDIT)
     if device is not None:
-        from mq.tensors import check_device  # it loads torch
+        from mq.devices import check_device  # it loads torch
 
         check_device(device)
     return keep, depth, window_bytes, switch("zero_copy", zero_copy), device

@@ -65,25 +65,6 @@ def sendable(dtype: torch.dtype) -> bool:
     return dtype in _BY_DTYPE
 
 
-def check_device(device: str) -> None:
-    """See that tensors can be moved to a device.
-
-    Raises:
-        TypeError: It is no string.
-        ValueError: Torch has no such device, or this process cannot use it.
-    """
-    if not isinstance(device, str):
-        raise TypeError(f"device is a str such as 'cuda:0', not {device!r}")
-    try:
-        torch.empty(1, device="cpu").to(device)
-    except (RuntimeError, AssertionError, ImportError) as error:  # by kind of device
-        raise ValueError(
-            f"device is {device!r}, which cannot be used here: {first_line(error)}. "
-            f"Torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
-            "name one of them or 'cpu', or leave device= out"
-        ) from error
-
-
 def pack_tensor(packer: Packer, tensor: torch.Tensor, depth: int) -> Any:
     """A tensor as a description and a buffer."""
     try:

@@ -344,6 +344,13 @@ def test_a_device_that_is_not_there_is_refused(pair: Pair, device: Any) -> None:
     pair[1].subscribe("u", device="cpu", timeout=10)
 
 
+def test_the_device_of_tensors_without_data_is_refused(pair: Pair) -> None:
+    """What is received would be lost."""
+    with pytest.raises(ValueError, match=r"device is 'meta', where .*leave device= "):
+        pair[1].subscribe("u", device="meta")
+    assert pair[0].subscribers("u") == []
+
+
 def test_a_tensor_that_its_device_does_not_take_is_refused_by_name(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
