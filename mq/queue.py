@@ -216,7 +216,7 @@ class MQ(BlockingQueue):
             yield message
 
     async def __aenter__(self) -> MQ:
-        return self
+        return self.__enter__()
 
     async def __aexit__(self, *exc_info: object) -> None:
         import asyncio

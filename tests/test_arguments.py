@@ -158,6 +158,13 @@ def test_a_closed_queue_cannot_be_entered(pair: Pair) -> None:
     with pytest.raises(mq.Closed), pair[1]:
         pass
 
+    async def enter() -> None:
+        async with pair[1]:
+            raise AssertionError("it was entered")
+
+    with pytest.raises(mq.Closed):
+        asyncio.run(enter())
+
 
 def test_close_may_take_as_long_as_it_takes(pair: Pair) -> None:
     """It goes on only when the other end has what was published."""
