@@ -20,6 +20,7 @@ from mq.errors import (
 from mq.errors import CodecError as _CodecError
 from mq.membership import Membership
 from mq.message import CLEAR, KEEP_ALL, History, Message, check_topic, check_topics
+from mq.options import switch
 from mq.seconds import PLAIN, deadline_after
 from mq.subscribing import DEFAULT_DEPTH, DEFAULT_WINDOW_BYTES, check_options
 
@@ -94,12 +95,13 @@ class BlockingQueue(Membership):
             MessageTooLarge, CodecError: Some subscriber would refuse it; nobody got it.
             Closed: The queue is closed.
         """
-        if not (retain or urgent) and (
-            timeout is None or (type(timeout) in PLAIN and timeout >= 0)
-        ):
+        is_simple = retain is False and urgent is False
+        if is_simple and (timeout is None or (type(timeout) in PLAIN and timeout >= 0)):
             known = self._known.get(topic)
             if known is not None and known.gate.publish(payload, self._lock):
                 return
+        if not is_simple:
+            retain, urgent = switch("retain", retain), switch("urgent", urgent)
         if type(topic) is not str or topic not in self._topics:
             topic = self._new_topic(topic)
         if payload is CLEAR:
@@ -157,7 +159,7 @@ class BlockingQueue(Membership):
         self._driver.check()
         from mq import loans  # not before: in a forked child that could wait for ever
 
-        topic = check_topic(topic)
+        topic, retain = check_topic(topic), switch("retain", retain)
         self._topics.add(topic)
         nbytes = loans.room(shape, dtype)
         least = nbytes - loans.HEADER_BYTES

@@ -8,6 +8,7 @@ given and what is wanted.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 
 from mq.seconds import positive_seconds
@@ -71,6 +72,9 @@ def switch(option: str, given: object) -> bool:
     Raises:
         TypeError: It is neither; a text such as "no" would count as true.
     """
-    if not isinstance(given, bool):
-        raise TypeError(f"{option} is True or False, not {given!r}")
-    return given
+    numpy = sys.modules.get("numpy")
+    if isinstance(given, bool) or (
+        numpy is not None and isinstance(given, numpy.bool_)
+    ):
+        return bool(given)
+    raise TypeError(f"{option} is True or False, not {given!r}")

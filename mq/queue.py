@@ -162,7 +162,9 @@ class MQ(BlockingQueue):
         timeout: float | None = None,
     ) -> None:
         """`publish` for asyncio; cancelled while it waits, it did nothing."""
-        deadline_after(timeout)  # a bad one is refused even where nothing is waited for
+        # What is bad is refused even where nothing is waited for.
+        deadline_after(timeout)
+        retain, urgent = switch("retain", retain), switch("urgent", urgent)
         await let_others_run()
         known = None if retain or urgent else self._known.get(topic)
         if known is not None and known.gate.publish(payload, self._lock):

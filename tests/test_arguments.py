@@ -427,7 +427,7 @@ def test_items_of_no_bytes_are_loaned(pair: Pair, shape: Any, dtype: Any) -> Non
     assert (found.shape, found.dtype) == (shape, np.dtype(dtype))
 
 
-@pytest.mark.parametrize("zero_copy", ["no", 1, None, np.True_], ids=repr)
+@pytest.mark.parametrize("zero_copy", ["no", 1, None, np.int64(1)], ids=repr)
 def test_a_switch_that_is_neither_on_nor_off_is_refused(
     pair: Pair, zero_copy: Any
 ) -> None:
@@ -435,6 +435,30 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused(
     with pytest.raises(TypeError, match="zero_copy is True or False, not "):
         pair[1].subscribe("u", zero_copy=zero_copy)
     pair[1].subscribe("u", zero_copy=True, timeout=10)
+
+
+@pytest.mark.parametrize("given", ["no", 1, 0, None, np.int64(1)], ids=repr)
+@pytest.mark.parametrize("option", ["retain", "urgent"])
+def test_it_is_refused_by_what_publishes_too(
+    pair: Pair, option: str, given: Any
+) -> None:
+    """On the short ways, and as by the twin of asyncio; nobody gets it."""
+    a, b = pair
+    a.publish("t", 1)
+    b.recv(timeout=10)
+    for payload in (1, torch.ones(2), mq.CLEAR):
+        for publish in (a.publish, lambda *m, **o: asyncio.run(a.apublish(*m, **o))):
+            with pytest.raises(TypeError, match=f"{option} is True or False, not "):
+                publish("t", payload, **{option: given})
+    if option == "retain":
+        with (
+            pytest.raises(TypeError, match="retain is True or False, not "),
+            a.loan("t", (2,), "f4", retain=given),
+        ):
+            raise AssertionError("it was loaned")
+    steps = np.arange(2)
+    a.publish("t", 2, retain=steps[1] == 1, urgent=steps[0] == 0)  # NumPy's bool
+    assert b.recv(timeout=10).sequence == 1
 
 
 def test_a_closed_queue_loads_nothing_to_loan(
