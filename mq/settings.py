@@ -135,7 +135,8 @@ def resolve(
         _check_text("group", chosen_group, 100)
     with told(sources["name"], "name"):
         _check_text("name", chosen_name, 100)
-    listen_list = pick_list("listen", listen or (), "MQ_LISTEN")
+    listen_given = () if listen is None or listen == "" else listen
+    listen_list = pick_list("listen", listen_given, "MQ_LISTEN")
     attach_list = _strings("attach_to", attach_to)
     meeting = pick("rendezvous", rendezvous, "MQ_RENDEZVOUS")
     if meeting is None and not attach_list and _under_torchrun(env):
@@ -204,7 +205,7 @@ def _check_labels(labels: Sequence[str]) -> None:
 
 def _strings(what: str, value: object) -> tuple[str, ...]:
     values: tuple[Any, ...] = (value,)
-    if isinstance(value, Iterable) and not isinstance(value, str):
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         values = tuple(value)
     for item in values:
         if not isinstance(item, str) or not item:

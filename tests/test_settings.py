@@ -127,6 +127,25 @@ def test_what_is_no_text_is_named(option: str) -> None:
         resolve(**{"backend": "zmq", "group": "g", option: 5})
 
 
+@pytest.mark.parametrize("option", ["listen", "attach_to", "labels"])
+@pytest.mark.parametrize("given", [b"x", 0, False, [b"x"]], ids=repr)
+def test_what_is_no_text_and_looks_like_none_or_several_is_named(
+    option: str, given: Any
+) -> None:
+    """Neither bytes are several numbers, nor zero the default."""
+    shown = given[0] if isinstance(given, list) else given
+    with pytest.raises(TypeError, match=f"^{option} is a string.* got {shown!r}$"):
+        resolve(**{"backend": "zmq", "group": "g", option: given})
+
+
+def test_more_labels_than_a_rendezvous_takes_are_counted() -> None:
+    """In words that fit any sequence."""
+    labels = [str(number) for number in range(65)]
+    problem = "65 labels, but a rendezvous takes 64 of them at most"
+    with pytest.raises(ValueError, match=problem):
+        mq.connect("inproc", group="labels", labels=labels)
+
+
 def test_torchrun_is_recognised_and_explicit_addresses_go_before_it() -> None:
     """Under torchrun, members meet at its store without configuration."""
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}

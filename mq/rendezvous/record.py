@@ -140,8 +140,12 @@ def _check_text(field: str, value: object, limit: int) -> None:
 
 
 def _check_texts(field: str, values: object, count: int, limit: int) -> None:
-    if not isinstance(values, tuple) or len(values) > count:
-        raise ValueError(f"{field} is not a tuple of at most {count} strings")
+    if not isinstance(values, tuple):
+        raise ValueError(f"{field} {values!r} is not a tuple")
+    if len(values) > count:
+        raise ValueError(
+            f"{len(values)} {field}, but a rendezvous takes {count} of them at most"
+        )
     for value in values:
         _check_text(field, value, limit)
 
