@@ -155,6 +155,7 @@ class BlockingQueue(Membership):
 
         Raises:
             MessageTooLarge: Some subscriber would refuse it, however it is filled.
+            MemoryError: There is no memory for it here.
         """
         self._driver.check()
         from mq import loans  # not before: in a forked child that could wait for ever

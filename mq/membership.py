@@ -164,7 +164,16 @@ class Membership:
         return {**counters, "pool": self._pool.stats()._asdict()}
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen and why: settings and their sources, addresses, versions."""
+        """What was chosen and why, as plain dictionaries, lists and values.
+
+        `backend`, `group`, `name`, `labels`, `peer_timeout` and `max_message_bytes` as
+        resolved, and `sources`: by argument, which argument, variable or default said
+        so. `incarnation` of this member; `addresses` that it listens on; `engine`: what
+        the transport chose; `rendezvous`: where members meet; `versions` of Python and
+        packages; `compiled`: whether hot functions are. `peers` by member: `wire` as in
+        `stats`, `connection`: what the transport says of it, the `peer_timeout` that
+        counts for both, and `versions`, `host` and `pid` of the peer.
+        """
         from mq import speed
 
         resolved, joined = self._settings, self._joined

@@ -78,6 +78,7 @@ def connect(
         ConnectTimeout: Not every member could be greeted in time.
         ConnectRefused: A member refused this one, for example because of its name.
         AuthenticationFailed: A member knows another secret.
+        OSError: An address cannot be listened on, or a file not be read.
     """
     resolved = settings.resolve(
         backend=backend,

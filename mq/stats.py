@@ -24,6 +24,9 @@ class TopicStats:
         lost: Messages that `recv` reported as lost, or as too large to be sent.
         refused: Messages that could not be decoded or were not trusted.
         discarded: Messages received and never taken, when unsubscribing or closing.
+
+    `stats()` adds `queued`: by name of each subscriber, how many messages were
+    committed to it that are on no frame yet, for want of credit or of room on the wire.
     """
 
     published: int = 0
@@ -52,8 +55,11 @@ class PeerStats:
         malformed: Frames that were not of the protocol.
 
     `stats()` adds `lent_bytes`: messages in this member's memory that the peer has not
-    read, or still has views of; and `wire`: the address of the connection, or of the
-    last one while there is none, by which one sees what `auto` chose for this peer.
+    read, or still has views of; and `wire`: the other end of the connection, or of the
+    last one while there is none, by which one sees what `auto` chose for this peer. To
+    the member that dialled it is the peer's address. To the one that accepted it is
+    what the engine says of the peer: its host and port, or over a socket file what the
+    kernel tells, such as ZeroMQ's ``localhost:0:0:1234``: user, group and process.
     """
 
     sent_bytes: int = 0
