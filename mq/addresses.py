@@ -228,7 +228,10 @@ def absolute(address: str) -> str:
             f"cannot listen on {address!r}, which is no path of a file; leave listen "
             "out for a new file"
         )
-    return f"{scheme}://{os.path.join(os.getcwd(), path)}"
+    # Only then: the working directory may have been removed.
+    if not os.path.isabs(path):
+        path = os.path.join(os.getcwd(), path)
+    return f"{scheme}://{path}"
 
 
 def check_socket_path(path: str) -> None:

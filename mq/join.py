@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -43,6 +44,23 @@ IDLE_MEMORY_SECONDS: Final = 30.0
 MOST_UPKEEP_SECONDS: Final = 5.0
 """How often a member looks who is new at the rendezvous, at least. Whoever cannot reach
 it waits for that in `connect`."""
+
+_PATCHES: Final = (
+    (
+        "gevent.monkey",
+        "is_module_patched",
+        {"select": "select", "_thread": "thread"},
+        "a gevent.threadpool.ThreadPool",
+    ),
+    (
+        "eventlet.patcher",
+        "is_monkey_patched",
+        {"select": "select", "thread": "thread", "socket": "socket"},
+        "eventlet.tpool",
+    ),
+)
+"""Who puts its own in place of what threads wait by: how it is asked, by which names,
+what these are called where one says what to patch, and where one may wait instead."""
 
 
 @dataclass
@@ -142,6 +160,7 @@ def join(
             joined; nothing is left behind.
     """
     deadline = time.monotonic() + settings.connect_timeout
+    check_patches()
     check_descriptors()
     sources = settings.sources
     with told(sources["backend"], f"transport {settings.backend!r}"):
@@ -230,6 +249,26 @@ def check_descriptors() -> None:
             f"{why}, but a queue needs {SPARE_DESCRIPTORS} and a few more for each "
             "member; raise it with `ulimit -n`"
         )
+
+
+def check_patches() -> None:
+    """See that nobody has replaced what a queue's threads wait by.
+
+    Raises:
+        TransportUnavailable: gevent or eventlet has.
+    """
+    for module, asks, patches, pool in _PATCHES:
+        library = sys.modules.get(module)  # who has not loaded it has patched nothing
+        if library is None:
+            continue
+        for patch, what in patches.items():
+            if getattr(library, asks)(patch):
+                name = module.partition(".")[0]
+                raise TransportUnavailable(
+                    f"{name} has patched Python's {what}, by which a queue's threads "
+                    f"wait: leave out {', '.join(patches.values())} when it patches, "
+                    f"and call the queue in {pool}"
+                )
 
 
 def check_listen(settings: Settings, link: Link, secret: bytes) -> None:

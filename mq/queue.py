@@ -225,9 +225,14 @@ class MQ(BlockingQueue):
         import asyncio
         from concurrent.futures import ThreadPoolExecutor
 
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # another library's
+            self.close()
+            return
         # Not asyncio's own threads: calls that this is to end may have them all.
         executor = ThreadPoolExecutor(1, "mq-close")
-        closing = asyncio.get_running_loop().run_in_executor(executor, self.close)
+        closing = loop.run_in_executor(executor, self.close)
         try:
             await closing
         finally:

@@ -176,6 +176,20 @@ def test_the_end_of_a_block_needs_no_thread_of_asyncios() -> None:
     asyncio.run(run())
 
 
+def test_a_block_closes_the_queue_without_a_loop_of_asyncios() -> None:
+    """Another library runs it, which the calls for asyncio refuse."""
+    queue = mq.connect("inproc", group="other-loop")
+
+    async def run() -> None:
+        async with queue:
+            pass
+
+    with pytest.raises(StopIteration):
+        run().send(None)
+    with pytest.raises(mq.Closed):
+        queue.recv(0)
+
+
 def test_who_listens_is_told_of_what_an_interrupted_recv_put_back(pair: Pair) -> None:
     """Nothing else would wake an `arecv`."""
     _, b = pair

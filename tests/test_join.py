@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import math
 import os
 import re
+import select
 import signal
 import socket
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,6 +70,67 @@ def test_descriptors_that_go_while_it_connects_are_told_too(
     with no_descriptors():
         with pytest.raises(TransportUnavailable, match=r"open files.*`ulimit -n`"):
             mq.connect("tcp", group="g")
+
+
+@pytest.mark.parametrize(
+    ("backend", "count"),
+    [
+        *itertools.product(["tcp", "shm", "nng:ipc", "zmq:ipc", "auto"], [1, 2]),
+        ("zmq:ipc", 3),
+    ],
+)
+def test_whatever_cannot_be_watched_with_is_told(
+    nng_runs: None, backend: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what happens when the half of a link is closed that was never made."""
+    made: list[object] = []
+    epoll = select.epoll
+
+    def make() -> select.epoll:
+        made.append(None)
+        if len(made) == count:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return epoll()
+
+    monkeypatch.setattr(select, "epoll", make)
+    with pytest.raises(TransportUnavailable, match=r"ulimit -n"):
+        mq.connect(backend, group="g").close()
+
+
+@pytest.mark.parametrize("backend", ["nng:ipc", "shm", "tcp", "zmq:ipc"])
+def test_the_working_directory_may_have_been_removed(
+    backend: str, tmp_path: Path, nng_runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file of a queue's is looked for there."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    mq.connect(backend, group="g").close()
+
+
+@pytest.mark.parametrize(
+    ("module", "asked", "patch"),
+    [
+        ("gevent.monkey", "is_module_patched", "select"),
+        ("gevent.monkey", "is_module_patched", "_thread"),  # "thread" it denies
+        ("eventlet.patcher", "is_monkey_patched", "thread"),
+        ("eventlet.patcher", "is_monkey_patched", "socket"),
+    ],
+)
+def test_what_replaces_the_calls_that_threads_wait_in_is_named(
+    module: str, asked: str, patch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread would wait for ever; where nothing is replaced all is well."""
+    patched = {"socket"} if module == "gevent.monkey" else {"time"}
+    fake = types.ModuleType(module)
+    setattr(fake, asked, patched.__contains__)
+    monkeypatch.setitem(sys.modules, module, fake)
+    mq.connect("inproc", group="g").close()
+    patched.add(patch)
+    told = rf"{module.partition('.')[0]} has patched .*{patch.strip('_')}"
+    with pytest.raises(TransportUnavailable, match=told):
+        mq.connect("inproc", group="g")
 
 
 EVERYWHERE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -109,11 +109,11 @@ class ZmqLink(Link):
                 addresses.check(address, self._wires, "zmq")
         self._poller = poller
         self._check_descriptors()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._epoll = select.epoll()
         self._doors = Doors(poller)
         self._epoll.register(self._doors.fd, select.EPOLLIN)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._io_threads)
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._open = self._begun = True
         try:
             collector.use(self)

@@ -49,7 +49,9 @@ class Poller:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._edge = hasattr(os, "eventfd") and hasattr(select, "epoll")
+        # First: where the others cannot be had it closes itself.
+        self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        self._edge = hasattr(os, "eventfd") and self._epoll is not None
         if self._edge:
             # Each write is an edge, so that nobody need read: a system call less, and
             # with it a hand-over of the interpreter lock.
@@ -66,7 +68,6 @@ class Poller:
         self._short_waits_left = 1
         self._seen = 0
         self._spun = 0.0  # for slow parts, while that stayed the same
-        self._epoll = select.epoll() if hasattr(select, "epoll") else None
         if self._epoll is not None:
             edge = select.EPOLLET if self._edge else 0
             self._epoll.register(self._reader, select.EPOLLIN | edge)

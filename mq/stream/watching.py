@@ -23,7 +23,7 @@ class Watching(Generic[ConnT]):
     def __init__(self) -> None:
         self._readers: dict[int, ConnT] = {}
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._sets: list[select.epoll] = []
+        self._sets: list[select.epoll] = []  # all, and that of what seldom happens
 
     def _begin_watching(self, poller: Poller) -> None:
         self._poller = poller
@@ -66,7 +66,8 @@ class Watching(Generic[ConnT]):
                 handler()
 
     def _end_watching(self) -> None:
-        self._poller.unregister(self._rare.fileno())
+        for rare in self._sets[1:]:  # none where the system would not make it
+            self._poller.unregister(rare.fileno())
         self._abandon_watching()
 
     def _abandon_watching(self) -> None:
