@@ -469,6 +469,29 @@ def test_a_lost_answer_to_bye_does_not_hold_a_member_up() -> None:
         assert not world["b"].mesh.sessions
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["closed", "cut"])
+def test_what_follows_bye_holds_no_member_up(cut: bool) -> None:
+    """Its peer has done with it, and answers nothing of that."""
+    world = World("a", "b")
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    b.poll()
+    a.mesh.leave("done")
+    a.poll()
+    session = a.session(b)
+    world.net.deliver_all()
+    a.poll()
+    assert [frame.kind for frame in session.frames][-1] == wire.SUBSCRIBED
+    if cut:
+        b.poll()
+        world.net.deliver_all()
+        a.poll()
+        world.cut("a", "b")
+    world.pump()
+    assert a.mesh.has_left()
+    assert not a.mesh.sessions or not cut
+
+
 @pytest.mark.parametrize("names", ["ab", "ba"])
 def test_a_member_leaves_before_its_credit_is_answered(names: str) -> None:
     """Not even where the peer, which cannot be watched, is gone meanwhile."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = Log(__name__)
 
-_LAST_WORDS: Final = wire.UNHURRIED | {wire.RECLAIM, wire.RETURNED, wire.BYE}
-"""What a peer that is gone need not have had."""
 ROUNDS_PER_POLL: Final = 16
 """How often `poll` looks again after it has sent something, before it returns."""
 
@@ -279,7 +277,7 @@ class Mesh:
         self.changed += 1
         if session.watch is not None and session.watch.ended():
             self.forget(session, "its process ended", proven=True)
-        elif self.leaving and all(f.kind in _LAST_WORDS for f in session.frames):
+        elif self.leaving and session.is_done():
             self.forget(session, "it closed before it answered BYE", proven=True)
         elif session.dialler and session.alive:
             logger.debug("connection to %s broke: %s", session.name, reason)
@@ -380,7 +378,8 @@ class Mesh:
         """Whether every peer has received the BYE, also who only knows of a session."""
         if self.greetings.has_granted():
             return False
-        return all(not session.frames for session in self.sessions.values())
+        # What follows its BYE a peer never answers: the session is over for it.
+        return not any(session.owes_bye() for session in self.sessions.values())
 
     def close(self, linger: float = LINGER_SECONDS) -> None:
         """Close all connections and links; they send what they have for so long."""

@@ -30,6 +30,8 @@ ANSWER_SECONDS: Final = 0.001
 """Seconds after which RECEIVED, or a batch that waits for more, is sent."""
 UNHURRIED_SECONDS: Final = 0.02
 """The same where the sender waits for no answer; a flush does not hasten that."""
+_LAST_WORDS: Final = wire.UNHURRIED | {wire.RECLAIM, wire.RETURNED, wire.BYE}
+"""What a peer that is gone need not have had."""
 BYTES_PER_TURN: Final = 4 << 20
 """Sent, or read, on one connection before other threads may have the mesh."""
 
@@ -174,6 +176,14 @@ class Session(Backlog):
         """Whoever still knows the session need not keep what was never received."""
         self.frames.clear()
         self.sent = 0
+
+    def owes_bye(self) -> bool:
+        """Whether the peer has not confirmed the BYE of this member, which leaves."""
+        return any(frame.kind == wire.BYE for frame in self.frames)
+
+    def is_done(self) -> bool:
+        """Whether the peer need have nothing more of this member, which leaves."""
+        return not self.owes_bye() or all(f.kind in _LAST_WORDS for f in self.frames)
 
     def describe_undelivered(self) -> str:
         """What never reached a peer that is given up, as the end of a sentence."""
