@@ -275,6 +275,6 @@ class StreamConn(Framing):
         """Close the descriptors, and nothing else."""
         self._rest.clear()
         self.fd = -1
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        sock, self._socket = self._socket, None  # first: an interrupt may come
+        if sock is not None:
+            sock.close()
