@@ -31,6 +31,8 @@ PROBE_SECONDS: Final = 2.0
 is recorded with a lease that has ended, for each of its addresses, to be waited for."""
 LOOK_SECONDS: Final = 0.25
 """How often a joiner looks again who is recorded, while it waits."""
+LEAVING_SECONDS: Final = 0.01
+"""The same where all that it waits for are leaving, and recorded until they have."""
 STRANGE: Final = frozenset({hs.SECRET, hs.LINK, hs.VERSION})
 """Refusals that may be of a stranger who has a member's address now."""
 DEFAULT_LEASE: Final = 20.0
@@ -249,7 +251,9 @@ class Arrival:
             if left <= 0:
                 raise ConnectTimeout(self._explain(waiting))
             settled = functools.partial(self._settled, waiting)
-            self._driver.wait_until(settled, min(left, LOOK_SECONDS))
+            if self._driver.wait_until(settled, min(left, LOOK_SECONDS)):
+                greeted = functools.partial(self._are_greeted, waiting)
+                self._driver.wait_until(greeted, min(left, LEAVING_SECONDS))
 
     def _dial(self, record: rendezvous.Record, *, probe: bool = False) -> Dial:
         greetings = self._mesh.greetings
@@ -313,12 +317,25 @@ class Arrival:
         session = self._mesh.sessions.get(record.incarnation)
         return session is not None and session.introduced
 
-    def _settled(self, waiting: Sequence[Entry]) -> bool:
+    def _are_greeted(self, waiting: Sequence[Entry]) -> bool:
         return all(
             self._is_greeted(entry.record)
             or bool(self._dials[entry.record.incarnation].refusal)
             for entry in waiting
         )
+
+    def _settled(self, waiting: Sequence[Entry]) -> bool:
+        """Whether all are greeted, or have said that they will not be."""
+        return all(
+            self._is_greeted(entry.record) or self._has_declined(entry.record)
+            for entry in waiting
+        )
+
+    def _has_declined(self, record: rendezvous.Record) -> bool:
+        # Not who is to dial, or is in session and has not told its subscriptions yet.
+        dial = self._dials[record.incarnation]
+        known = record.incarnation in self._mesh.sessions
+        return dial.done and bool(dial.routes) and not known
 
     def _raise_refusals(self, waiting: Sequence[Entry]) -> None:
         for entry in waiting:

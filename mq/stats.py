@@ -77,7 +77,8 @@ class MeshStats:
     """Counters of the member as a whole.
 
     Attributes:
-        malformed: Frames dropped because they were not of the protocol, any peer.
+        malformed: Frames dropped because they were not of the protocol, any peer; and
+            connections that ended before they had begun.
         unauthenticated: Connections whose peer did not prove the secret.
         refused: Connections refused for another reason, or that never greeted.
         forgotten: Sessions given up without proof that the peer was dead.

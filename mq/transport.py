@@ -281,8 +281,8 @@ class Link(ABC):
         max_ahead: How many bytes the mesh hands over ahead of the wire at most.
         mixes: Whether its connections take bodies of different sizes. A session may go
             on over another one, so that `Conn.whole_bytes` of one says nothing.
-        malformed: How many messages and connections were dropped because no member
-            sends such.
+        malformed: How many messages and connections were dropped: no member sends
+            such, but for dials that end before their hello, as another was faster.
         lender: Memory that peers on this host read in place, where there is any; set
             by `open`.
         devices: Of which tensors some connection may carry; set by `open`.

@@ -39,6 +39,7 @@ from tls_files import tls_options
 
 import mq
 from mq.addresses import has_listener
+from mq.arrival import LOOK_SECONDS, Arrival
 from mq.errors import TransportUnavailable
 from mq.join import check_descriptors
 from mq.rendezvous import Rendezvous, open_rendezvous
@@ -299,9 +300,22 @@ def record_another(queue: mq.MQ, **changes: Any) -> None:
     meeting.claim(other)
 
 
-def test_a_member_on_another_host_that_cannot_be_reached_is_explained() -> None:
-    """Nothing was tried; it says where it listens, and what to do."""
+def test_a_member_on_another_host_that_cannot_be_reached_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing was tried; it says where it listens, and what to do.
+
+    Nor is the rendezvous asked on and on: that member may come to dial this one.
+    """
     options: dict[str, Any] = {"group": f"apart-{os.getpid()}"}
+    looks: list[None] = []
+    greet = Arrival._greet_recorded
+
+    def look(arrival: Arrival) -> list[Entry]:
+        looks.append(None)
+        return greet(arrival)
+
+    monkeypatch.setattr(Arrival, "_greet_recorded", look)
     with mq.connect("tcp", name="a", **options) as queue:
         record = queue._joined.record
         assert record is not None
@@ -311,6 +325,7 @@ def test_a_member_on_another_host_that_cannot_be_reached_is_explained() -> None:
             mq.connect("tcp", name="c", connect_timeout=0.5, **options)
     address = record.addresses[0]
     assert f"on far, listens on {address}, which cannot be reached" in str(caught.value)
+    assert len(looks) <= 2 + 0.5 / LOOK_SECONDS + 1  # the first is queue's own
     assert "must listen= (or MQ_LISTEN) where the other" in str(caught.value)
 
 
@@ -557,6 +572,34 @@ def test_who_could_not_join_keeps_nothing_of_whom_it_met() -> None:
         freeze(silent.pid)
         with pytest.raises(mq.ConnectTimeout, match=r"could not greet .* 'c'"):
             mq.connect("tcp", name="a", connect_timeout=1.5, **where)
+
+
+def test_who_leaves_is_waited_for_no_longer_than_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is recorded until it has left, and begins nothing meanwhile."""
+    monkeypatch.setattr("mq.arrival.LOOK_SECONDS", DEADLINE)
+    where: dict[str, Any] = {"group": "g", "connect_timeout": 2 * DEADLINE}
+    a = mq.connect("tcp", name="a", **where)
+    a._driver.run(lambda: a._mesh.leave("soon"))
+    refuse, refused = a._mesh.greetings._refuse, threading.Event()
+
+    def refuse_and_tell(*arguments: Any) -> None:
+        refuse(*arguments)
+        refused.set()
+
+    monkeypatch.setattr(a._mesh.greetings, "_refuse", refuse_and_tell)
+    joined: list[mq.MQ] = []
+    thread = threading.Thread(
+        target=lambda: joined.append(mq.connect("tcp", name="b", **where)),
+        name="mq-test-joining",
+    )
+    thread.start()
+    assert refused.wait(DEADLINE)
+    a.close()
+    thread.join(DEADLINE)
+    (b,) = joined
+    b.close()
 
 
 def test_all_addresses_to_attach_to_are_dialled_at_once() -> None:
