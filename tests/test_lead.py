@@ -528,6 +528,9 @@ def test_an_interrupt_between_any_bytecodes_leaves_who_waits_with_the_lock(
     me = threading.get_ident()
     call = giving_up_the_lock(lead, where)
     at, interrupts = 0, 0
+    lead._wanted, lead._leader = True, me
+    with lead.lock, Interrupter(None, opcodes=True).armed():
+        call()  # from 3.13 on a bytecode is seen only where it was looked at before
     while True:
         at += 1
         lead._wanted, lead._leader = True, me
