@@ -11,6 +11,7 @@ import multiprocessing.resource_tracker
 import os
 import platform
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -95,6 +96,17 @@ def _descriptors() -> set[str]:
 
 def _resources() -> set[str]:
     return _threads() | _descriptors() | _own_shared_memory()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_runtime_directory() -> Iterator[None]:
+    """Groups of the same name in runs beside this one are others."""
+    with (
+        tempfile.TemporaryDirectory(prefix="mq") as directory,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("XDG_RUNTIME_DIR", directory)
+        yield
 
 
 @pytest.fixture(scope="session")
