@@ -707,6 +707,7 @@ def test_who_writes_a_byte_at_a_time_holds_nobody_up() -> None:
 
 
 FORGETTING = """
+import contextlib
 import struct
 from collections import deque
 from mq import _speed
@@ -725,10 +726,8 @@ for _ in range(2000):
     known = {7: Forgetting()}
     _speed.arrive_alone(head, object(), known, 10, deque())
     known = [(0, Forgetting())]
-    try:
+    with contextlib.suppress(TypeError):  # before Python 3.12 it is no buffer
         _speed.fill(known, bytearray(8), bytearray(8))
-    except TypeError:
-        pass  # before Python 3.12 it is no buffer
 """
 
 

@@ -278,7 +278,7 @@ class Mesh:
         if session.watch is not None and session.watch.ended():
             self.forget(session, "its process ended", proven=True)
         elif self.leaving and session.is_done():
-            self.forget(session, "it closed before it answered BYE", proven=True)
+            self.forget(session, "its connection broke after BYE", proven=True)
         elif session.dialler and session.alive:
             logger.debug("connection to %s broke: %s", session.name, reason)
             self.greetings.redial(session)
