@@ -57,6 +57,9 @@ class Baseline:
 
 _NNG, _ZMQ = "bench.raw_nng:RawNngWire", "bench.raw:RawZmqWire"
 _RPC, _SOCKET = "bench.raw_torchrpc:RawRpcWire", "bench.limits:SocketWire"
+COPIES = ("limit:memcpy", "limit:cuda")
+"""One copy by a single process: of the host's memory, and of a GPU's."""
+
 BASELINES = {
     **{f"raw:nng:{wire}": Baseline(_NNG) for wire in ("ipc", "tcp")},
     **{
@@ -104,7 +107,7 @@ BASELINES = {
     "raw:zenoh": Baseline(
         "bench.raw_zenoh:ZenohWire", _QUIET, module="zenoh", package="eclipse-zenoh"
     ),
-    "limit:memcpy": Baseline("", _TO_ONE),
+    **dict.fromkeys(COPIES, Baseline("", _TO_ONE)),
     "limit:unix": Baseline(_SOCKET, _TO_ONE),
     "limit:tcp": Baseline(_SOCKET, _TO_ONE),
 }
@@ -168,6 +171,8 @@ def limit_of(transport: str) -> str:
     if lends(transport):
         return ""
     transport, _ = split(transport)
+    if transport in ("cuda", "torchrpc:cuda"):
+        return "limit:cuda"
     if transport == "inproc" or shares_memory(transport):
         return "limit:memcpy"
     unix = transport in ("nng", "zmq") or transport.endswith(":ipc")

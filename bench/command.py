@@ -292,7 +292,7 @@ def measure(cell: Cell, reasons: dict[str, str], touch: bool = False) -> Result:
     if reason:
         return Result.of(cell, "skipped", reason)
     workload = plan.WORKLOADS[cell.workload]
-    alone = cell.transport in ("limit:memcpy", "mq", "raw")
+    alone = cell.transport in (*baselines.COPIES, "mq", "raw")
     size = 1 if alone else 1 + workload.spokes
     ours = not alone and not baselines.is_baseline(cell.transport)
     threads = ours and _threads(cell.transport)

@@ -8,10 +8,12 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 import torch
 
+from bench.gpu import Gpu
 from bench.payloads import Payload
 from bench.peer import Metrics, Peer
 from bench.rows import percentiles
@@ -117,14 +119,28 @@ def _tune(made: socket.socket) -> None:
 
 
 def copy_memory(peer: Peer) -> Metrics:
-    """One copy of the payload into memory in use: what "one copy" can cost at best."""
+    """One copy of the payload into memory in use: what "one copy" can cost at best.
+
+    Of the host, or of the first GPU, until that is done.
+    """
     nbytes = peer.cell.nbytes
-    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    copy: Callable[[], object]
+    if peer.cell.transport == "limit:cuda":
+        gpu = Gpu()
+        ours, theirs = torch.ones(2, nbytes, dtype=torch.uint8, device=gpu.device)
+
+        def copy() -> None:
+            theirs.copy_(ours)
+            gpu.wait()
+
+    else:
+        source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+        copy = partial(np.copyto, target, source)
     samples: list[float] = []
     end = time.monotonic() + peer.cell.budget
     while len(samples) < 5 or (time.monotonic() < end and len(samples) < 10_000):
         start = time.perf_counter_ns()
-        np.copyto(target, source)
+        copy()
         samples.append((time.perf_counter_ns() - start) / 1e6)
     found = percentiles(samples)
     if peer.cell.workload == "stream":

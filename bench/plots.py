@@ -19,7 +19,7 @@ from bench.rows import size_text
 from bench.summary import Row, Run, nearest, number, published
 
 _PALETTE = "#36a #d54 #284 #a70 #84a #09a #b27 #670 #55d #853 #444".split()
-_LIMITS = ("limit:memcpy", "limit:unix", "limit:tcp")
+_LIMITS = ("limit:memcpy", "limit:cuda", "limit:unix", "limit:tcp")
 _MARKS = "ov^sDPX"
 _WITHOUT_BARS = ("latency", "import", "codec")
 _GREYS = ("#333333", "#777777", "#a07840", "#5f8f8f")

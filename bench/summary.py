@@ -178,6 +178,8 @@ def published() -> tuple[dict[int, list[Published]], list[str]]:
 
 def nearest(transport: str) -> tuple[str, str]:
     """Scope and name of the published system that is nearest to a transport."""
+    if limit_of(transport) == "limit:cuda":
+        return ("intra-node", "cuda-shared-tensor")
     if limit_of(transport) != "limit:tcp":
         return ("intra-node", "shm")
     if transport.startswith("torchrpc"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bench import payloads
-from bench.baselines import BASELINES, is_baseline, wire_of
+from bench.baselines import BASELINES, COPIES, is_baseline, wire_of
 from bench.payloads import Payload
 from bench.peer import Metrics, Peer
 from bench.rows import percentiles
@@ -47,7 +47,7 @@ def latency(peer: Peer) -> Metrics | None:
     measured before one of the other: the time from the sender's call until the last
     receiver holds a usable tensor.
     """
-    if peer.cell.transport == "limit:memcpy":
+    if peer.cell.transport in COPIES:
         from bench.limits import copy_memory
 
         return copy_memory(peer)
@@ -128,7 +128,7 @@ def fanin(peer: Peer) -> Metrics | None:
 
 def stream(peer: Peer) -> Metrics | None:
     """Tensors outwards, back to back: GB/s by the receiver's clock."""
-    if peer.cell.transport == "limit:memcpy":
+    if peer.cell.transport in COPIES:
         from bench.limits import copy_memory
 
         return copy_memory(peer)

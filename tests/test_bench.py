@@ -74,6 +74,15 @@ ON_GPUS = ["torchrpc:cuda", "raw:torchrpc:cuda", "raw:torchrpc:staged"]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("workload", ["latency", "stream"])
+def test_a_copy_within_a_gpu_is_a_limit(workload: str) -> None:
+    """It is waited for: no GPU copies in the time of a call."""
+    if not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} sees no CUDA device")
+    assert measured("limit:cuda", workload, 40_000_000)["value"] > 0.005
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("transport", ON_GPUS)
 @pytest.mark.parametrize(
     ("workload", "nbytes"),
