@@ -10,7 +10,7 @@ optional *body* (1 byte to the link's `chunk_bytes`, or to what a connection's
 `whole_bytes` allows). The head is received as bytes; the body is received straight into
 memory that the mesh chose, or kept in the memory in which the engine has it. On a link
 that carries tensors a body may also be a `Piece`: bytes on a device, at most
-`piece_bytes`, which arrive on a device of the peer's without a stop in host memory.
+`piece_bytes`, which arrive on a device of the peer's.
 
 **Promises.** On one `Conn`, messages arrive whole, in order and unaltered until the
 connection breaks. At a break any number of the last messages, in either direction, may

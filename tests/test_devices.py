@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -284,9 +285,9 @@ class Streams:
         self.current = "application"
         self._events = 0
         monkeypatch.setattr(devices, "filled", self._filled)
-        monkeypatch.setattr(devices, "_await", self._await)
-        monkeypatch.setattr(devices, "_used_here", self._used)
-        monkeypatch.setattr(devices, "_aside", self._aside)
+        monkeypatch.setattr(devices, "wait_for", self._await)
+        monkeypatch.setattr(devices, "used_here", self._used)
+        monkeypatch.setattr(devices, "aside", self._aside)
 
     def _filled(self, device: torch.device) -> object:
         self._events += 1
@@ -301,7 +302,7 @@ class Streams:
         self.noted.append((self.current, f"uses {tensor.numel()}"))
 
     @contextlib.contextmanager
-    def _aside(self, devices: object) -> Iterator[None]:
+    def _aside(self, devices: object, streams: object = None) -> Iterator[None]:
         before, self.current = self.current, "aside"
         yield
         self.current = before
@@ -368,7 +369,7 @@ def test_streams_aside_are_current_on_their_own_devices_only(
         yield
         noted.append(f"not {what}")
 
-    def new(device: torch.device) -> str:
+    def new(device: torch.device, priority: int) -> str:
         devices._streams.setdefault(device, "another thread's")
         return "a second one"
 
@@ -376,7 +377,7 @@ def test_streams_aside_are_current_on_their_own_devices_only(
     monkeypatch.setattr(torch.cuda, "stream", current)
     monkeypatch.setattr(torch.cuda, "Stream", new)
     monkeypatch.setattr(devices, "_streams", {torch.device("cuda", 1): "known"})
-    with devices._aside([torch.device(name) for name in ("cuda:1", "cpu", "cuda:2")]):
+    with devices.aside([torch.device(name) for name in ("cuda:1", "cpu", "cuda:2")]):
         noted.append("work")
     begun = ["cuda:1", "known", "cuda:2", "another thread's"]
     assert noted == [*begun, "work", *(f"not {what}" for what in reversed(begun))]
@@ -412,7 +413,34 @@ def broken(*args: object, **kwargs: object) -> None:
     raise RuntimeError("CUDA error: an assert\nCompile with TORCH_USE_CUDA_DSA")
 
 
-@pytest.mark.parametrize("step", ["_await", "_used_here", "filled", "_aside"])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_stream_of_before_is_current_again(
+    monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    """Where torch's own means make one current; also after a Ctrl-C right then."""
+    device = torch.device("cuda", 1)
+    current: list[object] = [(7, 1, 1)]
+
+    def become(*, stream_id: int, device_index: int, device_type: int) -> None:
+        current[0] = stream_id, device_index, device_type
+        if interrupted and stream_id == 8:
+            raise KeyboardInterrupt
+
+    for name, function in (
+        ("_cuda_getDevice", lambda: 1),
+        ("_cuda_getCurrentStream", lambda index: current[0]),
+        ("_cuda_setStream", become),
+    ):
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    ours = SimpleNamespace(stream_id=8, device_index=1, device_type=1)
+    monkeypatch.setattr(devices, "_streams", {device: ours})
+    with contextlib.suppress(KeyboardInterrupt), devices.aside([device]):
+        assert current == [(8, 1, 1)]
+        assert not interrupted
+    assert current == [(7, 1, 1)]
+
+
+@pytest.mark.parametrize("step", ["wait_for", "used_here", "filled", "aside"])
 def test_a_device_that_fails_as_pieces_land_is_the_reason_that_is_given(
     monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
 import torch
+from torchrpc_links import context
 
 import mq
 from mq import tensors
@@ -72,6 +78,265 @@ def test_what_is_still_to_be_computed_is_published_as_it_will_be() -> None:
                 payload = b.recv(timeout=PATIENCE).payload
                 assert payload["n"] == cycles
                 assert int(payload["x"].sum(dtype=torch.int64)) == 7 * size
+
+
+# -- between processes ----------
+
+Main = Callable[[mq.MQ, Connection], None]
+LARGE = 40_000_000
+ENGINE = {"gpu_shared_bytes": 0, "channels": "cma,basic,cuda_basic"}
+WAYS = {"memory of a GPU": {}, "host": {"gpu_shared_bytes": 0}, "TensorPipe": ENGINE}
+"""By memory that both processes map, by host memory, by channels of TensorPipe's."""
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def _run(main: Main, pipe: Connection, options: dict[str, Any]) -> None:
+    with mq.connect("cuda", **options) as queue:
+        main(queue, pipe)
+
+
+@contextlib.contextmanager
+def another(
+    main: Main, name: str, **options: Any
+) -> Iterator[tuple[Connection, BaseProcess]]:
+    """A member in a process of its own, and a pipe to it; killed at the end."""
+    ours, theirs = context.Pipe()
+    arguments = (main, theirs, {"name": name, "connect_timeout": PATIENCE, **options})
+    process = context.Process(target=_run, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours, process
+    finally:
+        process.kill()
+        process.join(PATIENCE)
+        process.close()
+        ours.close()
+
+
+def heard(pipe: Connection) -> Any:
+    assert pipe.poll(PATIENCE)
+    return pipe.recv()
+
+
+def is_done_in_time() -> bool:
+    """Whether the GPU gets done with what the current stream was given."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    end = time.monotonic() + PATIENCE
+    while not event.query() and time.monotonic() < end:
+        time.sleep(0.001)  # the GPU tells nobody
+    return bool(event.query())
+
+
+def _sender(queue: mq.MQ, pipe: Connection) -> None:
+    """Sends what it is told to: a value, a size, and for how long it is computed."""
+    queue.wait_for_subscribers("t", 1, timeout=PATIENCE)
+    while True:
+        value, nbytes, cycles = pipe.recv()
+        x = torch.zeros(nbytes, dtype=torch.uint8, device="cuda:0")
+        torch.cuda.synchronize()
+        if cycles:
+            torch.cuda._sleep(cycles)
+        x.fill_(value)
+        queue.publish("t", {"x": x, "value": value}, timeout=PATIENCE)
+        x.fill_(255)
+        pipe.send("published")
+
+
+def received(queue: mq.MQ) -> int:
+    """The value of the next message, all of which must be of it."""
+    payload = queue.recv(timeout=PATIENCE).payload
+    assert str(payload["x"].device) == "cuda:0"
+    same = (payload["x"] == payload["value"]).all()
+    assert is_done_in_time()
+    assert bool(same)
+    return int(payload["value"])
+
+
+@each_way
+def test_what_another_process_sends_is_what_it_was(way: str) -> None:
+    """Of one piece and of many, though it is overwritten at once."""
+    options = {"group": "overwritten", **WAYS[way]}
+    with mq.connect("cuda", name="b", **options) as b:
+        b.subscribe("t")
+        with another(_sender, "a", **options) as (pipe, _):
+            for value, nbytes in enumerate((1, 1000, 300_000, LARGE, 250_000_000)):
+                pipe.send((value, nbytes, 50_000_000))
+                assert received(b) == value
+            connection = b.describe()["peers"]["a"]["connection"]
+            assert connection["by"].startswith(way)
+
+
+@each_way
+def test_many_messages_of_several_threads_keep_their_content(way: str) -> None:
+    """From streams of their own to a stream of its own, in order."""
+    options = {"group": "many", **WAYS[way]}
+    with mq.connect("cuda", name="b", **options) as b:
+        b.subscribe("t")
+        with another(_threads, "a", **options), torch.cuda.stream(torch.cuda.Stream()):
+            last = [-1, -1, -1]
+            for _ in range(3 * 60):
+                payload = b.recv(timeout=PATIENCE).payload
+                thread, number = payload["of"]
+                assert bool((payload["x"] == number).all())
+                assert number == last[thread] + 1
+                last[thread] = number
+
+
+def _threads(queue: mq.MQ, pipe: Connection) -> None:
+    import threading
+
+    def work(thread: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x = torch.empty(20_000_000, dtype=torch.uint8, device="cuda:0")
+            for number in range(60):
+                x.fill_(number)
+                part = x[: (100, 400_000, 20_000_000)[number % 3]]
+                queue.publish(
+                    "t", {"x": part, "of": (thread, number)}, timeout=PATIENCE
+                )
+
+    queue.wait_for_subscribers("t", 1, timeout=PATIENCE)
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    queue.flush(timeout=PATIENCE)
+    heard(pipe)
+
+
+@each_way
+def test_a_sender_that_is_killed_as_it_computes_stops_nobody(way: str) -> None:
+    """Neither the receiver nor its GPU waits for what will never be there."""
+    options = {"group": "killed sender", "peer_timeout": 2.0, **WAYS[way]}
+    with mq.connect("cuda", name="b", **options) as b:
+        b.subscribe("t")
+        for life in range(2):
+            with another(_sender, f"a{life}", **options) as (pipe, process):
+                pipe.send((1, LARGE, 0))
+                assert received(b) == 1
+                pipe.send((2, LARGE, 8_000_000_000))  # some 4 s
+                assert heard(pipe) == "published"
+                assert heard(pipe) == "published"
+                process.kill()
+                process.join(PATIENCE)
+        with another(_sender, "c", **options) as (pipe, _):
+            pipe.send((3, LARGE, 0))
+            assert received(b) == 3
+        torch.cuda.synchronize()
+
+
+def _closes(queue: mq.MQ, pipe: Connection) -> None:
+    """Closes as soon as it has published what is still to be computed."""
+    queue.wait_for_subscribers("t", 1, timeout=PATIENCE)
+    x = torch.zeros(LARGE, dtype=torch.uint8, device="cuda:0")
+    torch.cuda._sleep(4_000_000_000)  # some 2 s
+    x.fill_(5)
+    queue.publish("t", {"x": x, "value": 5}, timeout=PATIENCE)
+
+
+@each_way
+def test_close_waits_for_what_is_still_to_be_computed(way: str) -> None:
+    """What was published before arrives."""
+    options = {"group": "closes", **WAYS[way]}
+    with mq.connect("cuda", name="b", **options) as b:
+        b.subscribe("t")
+        with another(_closes, "a", **options):
+            assert received(b) == 5
+
+
+def _receiver(queue: mq.MQ, pipe: Connection) -> None:
+    """Receives as often as it is told to, while its GPU is busy if it is told so."""
+    queue.subscribe("t")
+    pipe.send("subscribed")
+    for cycles in iter(pipe.recv, None):
+        if cycles:
+            for _ in range(64):  # all streams that there are
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    torch.cuda._sleep(cycles)
+        payload = queue.recv(timeout=PATIENCE).payload
+        pipe.send(0 if cycles else int(payload["x"].double().mean()))
+
+
+@each_way
+def test_a_receiver_that_is_killed_as_it_copies_stops_nobody(way: str) -> None:
+    """What it had of the sender's memory is used again, and waits for nothing of it."""
+    options = {"group": "killed receiver", "peer_timeout": 2.0, **WAYS[way]}
+    with mq.connect("cuda", name="a", **options) as a:
+        for life in range(2):
+            with another(_receiver, f"b{life}", **options) as (pipe, process):
+                assert heard(pipe) == "subscribed"
+                for cycles in (0, 4_000_000_000):
+                    pipe.send(cycles)
+                    x = torch.full((LARGE,), 3, dtype=torch.uint8, device="cuda:0")
+                    a.publish("t", {"x": x}, timeout=PATIENCE)
+                    if not cycles:
+                        assert heard(pipe) == 3
+                process.kill()
+                process.join(PATIENCE)
+        with another(_receiver, "c", **options) as (pipe, _):
+            assert heard(pipe) == "subscribed"
+            for value in range(20):
+                pipe.send(0)
+                x = torch.full((LARGE,), value, dtype=torch.uint8, device="cuda:0")
+                a.publish("t", {"x": x}, timeout=PATIENCE)
+                assert heard(pipe) == value
+        assert is_done_in_time()
+
+
+def test_memory_of_peers_that_are_gone_is_given_back() -> None:
+    """Each has had some of its own mapped here."""
+    options: dict[str, Any] = {"group": "gone", "peer_timeout": 2.0}
+    with mq.connect("cuda", name="b", **options) as b:
+        b.subscribe("t")
+        free = []
+        for life in range(4):
+            with another(_sender, f"a{life}", **options) as (pipe, process):
+                pipe.send((life, 1_000_000, 0))
+                assert received(b) == life
+                process.kill()
+                process.join(PATIENCE)
+            end = time.monotonic() + PATIENCE
+            while len(b.members()) > 1 and time.monotonic() < end:
+                time.sleep(0.01)
+            torch.cuda.empty_cache()
+            free.append(torch.cuda.mem_get_info()[0])
+        assert free[-1] > free[0] - (20 << 20)
+
+
+def test_a_receiver_whose_gpu_is_full_goes_on_when_there_is_room() -> None:
+    """What found no room comes later, or is told of; the process lives."""
+    options: dict[str, Any] = {"group": "full"}
+    with (
+        mq.connect("cuda", name="a", **options) as a,
+        another(_full, "b", **options) as (pipe, _),
+    ):
+        assert heard(pipe) == "full"
+        for value in (7, 8):
+            x = torch.full((LARGE,), value, dtype=torch.uint8, device="cuda:0")
+            a.publish("t", {"x": x, "value": value}, timeout=PATIENCE)
+            assert heard(pipe) == ("roomy" if value == 7 else 8)
+
+
+def _full(queue: mq.MQ, pipe: Connection) -> None:
+    queue.subscribe("t")
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    hog = [torch.empty(free - (24 << 20), dtype=torch.uint8, device="cuda:0")]
+    pipe.send("full")
+    with pytest.raises((mq.RecvTimeout, mq.MessagesLost)):
+        queue.recv(timeout=3.0)
+    hog.clear()
+    torch.cuda.empty_cache()
+    pipe.send("roomy")
+    value = 0
+    while value != 8:
+        with contextlib.suppress(mq.MessagesLost):
+            value = received(queue)
+    pipe.send(value)
+    heard(pipe)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")

@@ -256,7 +256,7 @@ def test_a_call_that_waits_lets_nothing_out_but_its_answer() -> None:
         assert len(conn._unsent) == 1
         for future in under_way:
             future.set_result(True)
-        conn._notice()
+        conn.notice()
         world.arrive(ours[dialled], 3)
         assert ours[dialled][2:] == [(b"large", body)]
 
@@ -380,7 +380,7 @@ def test_an_answer_that_is_interrupted_breaks_its_connection(
             with pytest.raises(KeyboardInterrupt):
                 accepted.try_send(b"answer")
         if more:
-            rpc_conn(accepted)._notice()  # as when a call of its own is answered
+            rpc_conn(accepted).notice()  # as when a call of its own is answered
         else:
             assert accepted.try_send(b"next")
         world.lost(1, accepted)

@@ -18,6 +18,7 @@ from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_calls as calls
 from transports import _torchrpc_devices as devices
 from transports import _torchrpc_shared as shared
+from transports._torchrpc_sharing import Sharing
 from transports.torchrpc import TorchRpcLink
 from transports.torchrpc_cuda import TorchRpcCudaLink
 
@@ -58,6 +59,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(rpc_agent, "gpus", lambda indices: [])
     monkeypatch.setattr(rpc_agent.Agent, "_test_gpus", lambda agent: None)
+    monkeypatch.setattr("transports.torchrpc_cuda.Sharing", lambda *arguments: None)
     channels = ("cma", "basic", "cuda_basic")
     monkeypatch.setattr(rpc_agent, "channels_here", lambda names: channels)
     options = rpc_agent.rpc.TensorPipeRpcBackendOptions
@@ -287,6 +289,26 @@ def test_without_a_channel_a_gpu_or_a_map_tensors_are_staged(
         # Else the self-test would send tensors on GPUs, and TensorPipe abort.
         assert isinstance(link, TorchRpcCudaLink)
         assert bool(link.agent.options.devices) == bool(link.devices)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_without_a_channel_tensors_arrive_on_gpus_by_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no memory of a GPU is shared; TensorPipe learns of no GPU then."""
+    monkeypatch.setattr(
+        "transports.torchrpc_cuda.Sharing",
+        lambda names, nbytes, memory: Sharing(names, 0, memory),
+    )
+    with World(functools.partial(TorchRpcCudaLink, channels="cma,basic")) as world:
+        conn, accepted = world.connect()
+        assert conn.devices == accepted.devices
+        assert conn.devices == {"cuda:0": "cuda:0", "cuda:1": "cuda:1"}
+        assert conn.describe()["by"] == "host memory"
+        assert rpc_conn(conn)._agent.options.devices == ()
+        peer = rpc_conn(conn)._peer
+        assert peer is not None
+        assert not peer.mapped
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -19,7 +19,7 @@ from mq.testing.link_world import PATIENCE, World
 from mq.testing.proxy import Proxy
 from mq.transport import Conn, What
 from transports import _torchrpc_agent as rpc_agent
-from transports import _torchrpc_conns
+from transports import _torchrpc_reading
 from transports import _torchrpc_shared as shared
 from transports._torchrpc_agent import private, rpc
 from transports.torchrpc import TorchRpcLink
@@ -76,7 +76,7 @@ def test_what_cannot_be_taken_in_breaks_the_connection(
     with World(TorchRpcLink) as world:
         dialled, accepted = world.connect()
         with monkeypatch.context() as patch:
-            patch.setattr(_torchrpc_conns, "weight_of", failing)
+            patch.setattr(_torchrpc_reading, "weight_of", failing)
             world.send(dialled, b"head")
             world.lost(1, accepted)
             world.lost(0, dialled)

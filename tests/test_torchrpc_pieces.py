@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from mq.testing.link_world import PATIENCE, World
 from mq.transport import Conn, What
 from transports import _torchrpc_devices as devices
 from transports._torchrpc_aliases import Aliases
+from transports._torchrpc_outboxes import INLINE_BYTES
 from transports._torchrpc_pieces import HOST_SHARE, unwrap, weight, wrapped
 
 HERE = Path(__file__).parent
@@ -92,6 +94,14 @@ def _tensor(**options: Any) -> torch.Tensor:
         (_tensor(size=(1001,)),),
         (_tensor(device="meta"),),
         (b"bytes",),
+        ("cpu", b""),
+        ("cpu", bytes(INLINE_BYTES + 1)),
+        ("cpu", bytearray(9)),
+        ("cpu", _tensor(dtype=torch.int8)),
+        ("cpu", _tensor(size=(0,))),
+        ("cuda:0", b"bytes"),
+        (b"cpu", b"bytes"),
+        (["cpu"], b"bytes"),
     ],
 )
 def test_a_piece_that_no_member_sends_is_refused(body: tuple[object, ...]) -> None:
@@ -104,14 +114,25 @@ def test_a_piece_that_no_member_sends_is_refused(body: tuple[object, ...]) -> No
 def test_pieces_are_told_from_host_memory() -> None:
     """Large host memory travels as a tensor, too."""
     piece, large = Piece(_tensor()), _tensor(size=(999,))
-    bodies, pieces = wrapped([None, b"small", large, piece])
-    assert pieces == [piece]
+    bodies, pieces, parcels = wrapped([None, b"small", large, piece])
+    assert (pieces, parcels) == ([piece], [])
     assert unwrap(bodies, {"cpu"}, 9)
     assert bodies[:3] == [None, b"small", large]
     assert isinstance(bodies[3], Piece)
     assert bodies[3].tensor is piece.tensor
-    assert weight(Piece(_tensor(size=(800,)))) == 800 // HOST_SHARE
+    assert weight(Piece(_tensor(size=(800,)))) == 800
+    large_piece = Piece(_tensor(size=(4 * INLINE_BYTES,)))
+    assert weight(large_piece) == 4 * INLINE_BYTES // HOST_SHARE
     assert (weight(None), weight(large)) == (0, 999)
+
+
+def test_a_small_piece_comes_with_its_bytes() -> None:
+    """To the device that it names."""
+    bodies: list[object] = [None, ("cpu", b"bytes")]
+    assert unwrap(bodies, {"cpu"}, 9)
+    piece = bodies[1]
+    assert isinstance(piece, Piece)
+    assert bytes(piece.tensor.numpy()) == b"bytes"
 
 
 def pieces_of(conn: Conn) -> list[tuple[bytes, bytes]]:
@@ -125,9 +146,10 @@ def pieces_of(conn: Conn) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def test_pieces_arrive_whole_and_in_order_with_backpressure() -> None:
+@pytest.mark.parametrize("way", ["shared", "host", "engine"])
+def test_pieces_arrive_whole_and_in_order_with_backpressure(way: str) -> None:
     """As host memory does; a receiver that does not read stops the sender."""
-    with World(CarryingLink) as world:
+    with World(functools.partial(CarryingLink, way=way)) as world:
         conn, accepted = world.connect()
         assert conn.devices == accepted.devices == {"cpu": "cpu"}
         world.members[1].reading = False
@@ -157,7 +179,7 @@ def test_pieces_arrive_whole_and_in_order_with_backpressure() -> None:
 
 def test_a_piece_where_none_is_carried_breaks_the_connection() -> None:
     """It is counted; no memory of it is kept."""
-    with World(CarryingLink) as world:
+    with World(functools.partial(CarryingLink, way="engine")) as world:
         conn, accepted = world.connect()
         world.members[1].link.devices = frozenset()
         assert conn.try_send_piece(b"head", Piece(_tensor()))
@@ -185,14 +207,16 @@ def _subscriber(
             pipe.send((message.sequence, message.nbytes, where, total, payload["y"]))
 
 
-@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"takes": False}, {"way": "host"}, {"way": "engine"}], ids=repr
+)
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_tensors_travel_by_real_calls(
-    monkeypatch: pytest.MonkeyPatch, takes: bool, device: str | None
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], device: str | None
 ) -> None:
     """To a process that takes them as they are, and to one that does not."""
     monkeypatch.setitem(registry._TABLE, "carrying", registry.Entry(CarryingLink))
-    _send_to_a_process("carrying", "cpu", {"takes": takes}, device)
+    _send_to_a_process("carrying", "cpu", options, device)
 
 
 def _send_to_a_process(

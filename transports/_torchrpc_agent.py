@@ -30,6 +30,7 @@ from typing import Any, Final
 import torch
 
 from mq import addresses
+from mq.devices import aside
 from mq.errors import first_line
 from mq.log import Log
 from transports import _torchrpc_native as native
@@ -57,7 +58,7 @@ except (ImportError, AttributeError, RuntimeError) as error:
 TRANSPORTS: Final = ("uv", "ibv", "shm")
 CHANNELS: Final = ("cma", "basic", "mpt_uv")
 GPU_CHANNELS: Final = ("cuda_ipc", "cuda_gdr", "cuda_xth", "cuda_basic")
-TESTED: Final = "torch 2.4, 2.13 and 2.14"
+TESTED: Final = "torch 2.4, 2.11, 2.13 and 2.14"
 MAX_PEERS: Final = 32767
 """Ids of peers are 16 bits wide and never used again."""
 SELF_TEST_SECONDS: Final = 10.0
@@ -267,10 +268,10 @@ class Agent:
             if not self.alive:
                 raise OSError("the application has shut the RPC agent down")
             known = self._peers.get((id, pairs))
-            if known is not None and not known.lost and end_stuck(url, self.url):
-                known.fail("TCP waits to repeat what is not acknowledged")
             if known is not None and not known.lost:
-                return known
+                if not end_stuck(url, self.url):
+                    return known
+                known.fail("TCP waits to repeat what is not acknowledged")
             if known is not None and known.mapped:  # `_alias` looks for its name
                 self._peers[known.worker.name, pairs] = self._peers.pop((id, pairs))
             try:
@@ -350,12 +351,12 @@ class Agent:
 
     def _test_gpus(self) -> None:
         pairs = tuple((index, index) for index in sorted(self.options.devices))
-        if not pairs or not any(pairs == known for known, _ in self.options.maps):
+        if not pairs or pairs not in (known for known, _ in self.options.maps):
             return
-        peer = self._add(self.url, pairs)
-        sent = [torch.ones(1000, dtype=torch.uint8, device=d) for d in self._devices]
-        answer = self._ask(peer, total, (sent,), with_tensors=True)
-        if answer != [(str(device), 1000) for device in self._devices]:
+        with aside(self._devices):  # the application's streams may be busy
+            sent = [torch.ones(9, device=device) for device in self._devices]
+            answer = self._ask(self._add(self.url, pairs), total, (sent,), True)
+        if answer != [(str(device), 9) for device in self._devices]:
             raise RuntimeError(f"tensors on GPUs were answered by {answer!r}")
 
     @staticmethod

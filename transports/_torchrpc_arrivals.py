@@ -94,6 +94,24 @@ class Arrivals:
 
     # -- in the mesh's thread ----------
 
+    def take_late(self, batch: Batch, nbytes: int, keep: bool, answer: Any) -> None:
+        """The same of a batch whose call waits for this future."""
+        done = []
+        with self._lock:
+            if not self._closed:
+                self._backlog += nbytes
+                self._arrived.append(batch)
+            if self._kept is not None:
+                done.append(self._kept)
+            self._kept = None
+            if not self._closed and self._backlog > self._most:
+                self._held.append(answer)
+            elif not self._closed and keep:
+                self._kept = answer
+            else:
+                done.append(answer)
+        self.resolve(done, not self._closed)
+
     @property
     def keeps(self) -> bool:
         """Whether a call waits for a batch."""
@@ -161,7 +179,7 @@ class Arrivals:
             self._backlog -= len(head) + weight(body)
             held = list(self._held) if self.has_room else []
         if held:
-            self._resolve(held, True)
+            self.resolve(held, True)
         return head, body
 
     def close(self) -> None:
@@ -171,11 +189,12 @@ class Arrivals:
             held = list(self._held)
             self._arrived.clear()
         self._answer(False)
-        self._resolve(held, False)
+        self.resolve(held, False)
         self._messages.clear()
         self._early.clear()
 
-    def _resolve(self, held: list[Any], value: bool) -> None:
+    def resolve(self, held: list[Any], value: bool) -> None:
+        """Answer calls, those that still can be."""
         if self._agent.alive:
             for future in held:
                 if not future.done():

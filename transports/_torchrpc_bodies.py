@@ -9,6 +9,7 @@ import torch
 
 from mq.devices import Piece
 from mq.transport import MAX_HEAD_BYTES
+from transports._torchrpc_outboxes import Inline
 
 INLINE_BYTES: Final = 128 * 1024
 """Bodies below this are copied into the call; others travel as tensors."""
@@ -17,12 +18,14 @@ Body = Any  # None, bytes, a tensor of bytes, or a Piece
 
 
 def is_tensor(body: Body) -> bool:
-    """Whether it travels as a tensor."""
-    return isinstance(body, torch.Tensor)
+    """Whether it travels as a tensor, or has one in it."""
+    return isinstance(body[-1] if type(body) is tuple else body, torch.Tensor)
 
 
 def is_plain(body: Body) -> bool:
     """Whether an answer can carry it: nobody would hear when a tensor was read."""
+    if isinstance(body, Inline):
+        return body.is_small
     return body is None or type(body) is bytes
 
 

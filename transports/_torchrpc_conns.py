@@ -16,17 +16,19 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Final
 
 from mq.devices import Piece, leaving
-from mq.transport import MAX_HEAD_BYTES, Conn, Event, What
+from mq.errors import first_line
+from mq.transport import MAX_HEAD_BYTES, Event, What
 from transports import _torchrpc_calls as calls
 from transports._torchrpc_arrivals import GRACE_SECONDS, KEPT_BYTES, Arrivals
 from transports._torchrpc_bodies import Body, is_plain, is_tensor, outgoing
 from transports._torchrpc_descriptors import Promise
-from transports._torchrpc_pieces import unwrap, weight, weight_of, wrapped
+from transports._torchrpc_lanes import has_parcels
+from transports._torchrpc_outboxes import Inline, Parcel
+from transports._torchrpc_pieces import is_small, weight, wrapped
+from transports._torchrpc_reading import ReadingConn
 from transports._torchrpc_signs import Signs
 from transports._torchrpc_under_way import UnderWay
 
@@ -40,23 +42,22 @@ BATCH_BYTES: Final = 512 * 1024
 """A batch is closed once it has so much, but for its last message."""
 
 
-class RpcConn(Conn):
+class RpcConn(ReadingConn):
     """One end of a connection, from its greeting on.
 
     Attributes:
+        lane: Its own way from GPU to GPU; None: it has none.
         promise: The descriptors that TensorPipe may take for it.
         refused: Whether it broke since the ends do not fit.
         signs: Of life, beside calls that take long.
     """
-
-    keeps_body: ClassVar[bool] = True
 
     def __init__(self, link: TorchRpcLink, address: str, control: Control) -> None:
         self.address = address
         self.control = control
         self.token = secrets.token_bytes(16)  # what the peer must say
         self.reason = ""
-        self.closed = self.refused = False
+        self.refused = False
         self.promise: Promise | None = None
         self.whole_bytes = link.chunk_bytes
         self._link = link
@@ -67,7 +68,7 @@ class RpcConn(Conn):
         self._greeting: Greeting | None = None
         # sending
         self._unsent: deque[tuple[bytes, Body, int]] = deque()
-        self._calls = UnderWay(self._notice)
+        self._calls = UnderWay(self.notice)
         self.signs = Signs(self._calls)
         self._ahead = self._sent = 0
         self._issuing = False
@@ -76,8 +77,9 @@ class RpcConn(Conn):
         # Whether calls may wait for a batch the other way, and any of theirs got one.
         self._may_wait = self._has_answered = False
         # receiving
-        self._arrivals = Arrivals(self._agent, link.max_ahead, self._notice)
-        self._body: Body = None
+        self._arrivals = Arrivals(self._agent, link.max_ahead, self.notice)
+        sharing = link.sharing
+        self.lane = None if sharing is None else sharing.lane(self, self._arrivals)
 
     # -- greeting and end ----------
 
@@ -89,7 +91,7 @@ class RpcConn(Conn):
         """Both ends know each other: report `first`, and carry messages.
 
         Raises:
-            OSError: The peer cannot be added to the agent.
+            OSError: The peer cannot be added to the agent, or its memory be mapped.
         """
         self.promise = self.promise or self._agent.descriptors.promise()
         pairs = self._link.pairs(greeting)
@@ -97,10 +99,12 @@ class RpcConn(Conn):
             self._peer = self._agent.peer(
                 greeting.agent, greeting.url, greeting.worker, pairs
             )
+            self.devices = self._link.carried(greeting, self._peer.mapped)
+            if self.lane is not None:
+                self.lane.meet(greeting, self.devices, self._peer.mapped)
         except BaseException:
-            self.promise.end(met=False)
+            self.promise.end(met=self._peer is not None)
             raise
-        self.devices = self._link.carried(greeting, self._peer.mapped)
         self._theirs = bytes.fromhex(greeting.token)
         self._greeting = greeting
         self.signs.url = greeting.url
@@ -111,11 +115,13 @@ class RpcConn(Conn):
         self._link.notice(self)
 
     def describe(self) -> Mapping[str, str]:
-        if self._greeting is None:
+        if self._greeting is None or self._peer is None:
             return {}
-        return self._link.describe_peer(self._greeting, self.devices)
+        return self._link.describe_peer(self._greeting, self.devices, self._peer.mapped)
 
     def quiet_seconds(self) -> float | None:
+        if self.lane is not None and self.lane.is_busy:
+            return 0.0  # all that has come after it waits for a GPU of ours
         return self.signs.quiet_seconds()
 
     @property
@@ -123,6 +129,8 @@ class RpcConn(Conn):
         """Whether calls are under way; their tensors are in use."""
         self._settle()
         self._calls.watch()
+        if not self._calls and self.lane is not None and self.closed:
+            self.lane.forget()
         return bool(self._calls)
 
     def _peer_lost(self, reason: str) -> None:
@@ -171,8 +179,13 @@ class RpcConn(Conn):
             self._calls.watch()
             return False
         if not isinstance(body, Piece):
-            body = outgoing(body)
-        self._unsent.append((head, body, nbytes))
+            sent = outgoing(body)
+        elif self.lane is None:
+            sent = body
+        elif (sent := self.lane.pack(body)) is None:
+            self._refused = True
+            return False
+        self._unsent.append((head, sent, nbytes))
         self._ahead += nbytes
         self._flush(CALLS)
         if self._unsent:
@@ -187,12 +200,16 @@ class RpcConn(Conn):
             answers = self._arrivals.keeps and is_plain(self._unsent[0][1])
             if not answers and len(self._calls) >= most:
                 return
+            if not self._is_ready(self._unsent[0][1]):
+                return
             self._issuing = True
             heads: list[bytes] = []
             bodies: list[Body] = []
             nbytes = 0
             while self._unsent and nbytes < BATCH_BYTES:
                 if answers and not is_plain(self._unsent[0][1]):
+                    break
+                if heads and not self._is_ready(self._unsent[0][1]):
                     break
                 head, body, size = self._unsent.popleft()
                 heads.append(head)
@@ -205,15 +222,29 @@ class RpcConn(Conn):
             self._sent += 1
             self._issuing = False
 
+    def _is_ready(self, body: Body) -> bool:
+        """Whether it can leave; where not, `notice` is called once it may."""
+        if self.lane is None or not isinstance(body, Parcel | Inline):
+            return True
+        try:
+            ready = self.lane.is_ready(body)
+        except RuntimeError as error:
+            self.fail(f"tensors on a GPU cannot be copied: {first_line(error)}")
+            return False
+        self._calls.waiting = None if ready else body
+        return ready
+
     def _answer(self, heads: list[bytes], bodies: list[Body]) -> bool:
         self._has_answered = True
-        return self._arrivals.answer((self._sent, heads, bodies))
+        return self._arrivals.answer((self._sent, heads, wrapped(bodies)[0]))
 
     def _issue(self, heads: list[bytes], bodies: list[Body], nbytes: int) -> None:
         assert self._peer is not None
-        bodies, pieces = wrapped(bodies)
+        bodies, pieces, parcels = wrapped(bodies)
         with_tensors = bool(pieces) or any(map(is_tensor, bodies))
         waits = nbytes <= KEPT_BYTES and not pieces and self._may_call_wait()
+        if parcels and self.lane is not None:  # it keeps their places for so long
+            waits = waits and len(parcels) == 1 and self.lane.is_roomy()
         arguments = (self._theirs, self._sent, heads, bodies, waits)
         try:
             with leaving(pieces) if pieces else nullcontext():
@@ -221,10 +252,10 @@ class RpcConn(Conn):
         except RuntimeError as error:
             self.fail(f"TensorPipe cannot reach the peer: {error}")
             return
-        self._calls.add(future, nbytes, pieces)
+        self._calls.add(future, nbytes, pieces, parcels)
         if self.promise is not None and self.promise.call is None:
             self.promise.call = future
-        if waits:
+        if waits or parcels:  # others may wait for the places of these
             self._calls.watch()
 
     def _may_call_wait(self) -> bool:
@@ -235,8 +266,8 @@ class RpcConn(Conn):
         known = self.promise is not None and self.promise.count() == 0
         return self._may_wait and known and self._arrivals.has_room
 
-    def _notice(self, _: object = None) -> None:
-        """In any thread."""
+    def notice(self, _: object = None) -> None:
+        """Have the mesh's thread look at this connection; from any thread."""
         self._link.notice(self)
 
     def _settle(self) -> None:
@@ -251,10 +282,12 @@ class RpcConn(Conn):
             elif type(answer := call.future.value()) is tuple and len(answer) == 3:
                 self._take_answer(*answer)
             elif answer is not True and answer is not False:
-                self._malformed()
+                self.malformed()
             elif not answer:
                 # Its goodbye, which says how much to wait for, may still be coming.
                 self._unheard_at = self._unheard_at or time.monotonic()
+            for parcel in () if problem else call.parcels:
+                parcel.give_back()
             # Last, so that an interrupt loses no batch.
             self._ahead -= call.nbytes
             self._calls.remove(call)
@@ -265,64 +298,23 @@ class RpcConn(Conn):
         """Take a batch; in a thread of TensorPipe's, as little as can be."""
         if self.promise is not None:
             self.promise.heard = True
-        known = unwrap(bodies, self._link.devices, self._link.piece_bytes)
-        nbytes = weight_of(sequence, heads, bodies, self._link.chunk_bytes)
-        if nbytes is None or not known:
-            self._malformed()
+        batch = sequence, heads, bodies
+        if self.lane is not None and has_parcels(bodies):
+            return self.lane.take(batch, waits is True)
+        if (nbytes := self.weigh(*batch)) is None:
             return calls.done(False)
-        return self._arrivals.take((sequence, heads, bodies), nbytes, waits is True)
+        return self._arrivals.take(batch, nbytes, waits is True)
 
     def _take_answer(self, sequence: Any, heads: Any, bodies: Any) -> None:
-        nbytes = weight_of(sequence, heads, bodies, self._link.chunk_bytes)
-        if nbytes is None or not all(map(is_plain, bodies)):
-            self._malformed()
-        else:
+        if type(bodies) is not list or not all(map(is_small, bodies)):
+            return self.malformed()
+        try:  # with a copy, for after an interrupt the answer is looked at again
+            bodies = list(bodies)
+            nbytes = self.weigh(sequence, heads, bodies)
+        except RuntimeError as error:
+            return self.fail(f"a tensor finds no room on a GPU: {first_line(error)}")
+        if nbytes is not None:
             self._arrivals.answered((sequence, heads, bodies), nbytes)
-
-    def _malformed(self) -> None:
-        self._link.malformed += 1
-        self.fail("the peer sent what no member does")
-
-    def _sort(self) -> bool:
-        """Whether a message can be taken."""
-        return self._arrivals.sort() and self._body is None
-
-    def receive(self) -> tuple[bytes, int] | None:
-        if self.closed or self._body is not None:
-            return None
-        message = self._arrivals.next()
-        if message is None:
-            return None
-        head, self._body = message
-        return head, 0 if self._body is None else len(self._body)
-
-    def receive_body(self, into: memoryview) -> bool:
-        body, self._body = self._body, None
-        if body is None:
-            return False
-        content = body if isinstance(body, bytes) else body.numpy()
-        # NumPy copies without the GIL, which the next call needs.
-        np.frombuffer(into, np.uint8)[:] = np.frombuffer(content, np.uint8)
-        return True
-
-    def take_body(self) -> memoryview | None:
-        body = self._body
-        if body is None or isinstance(body, bytes | Piece):
-            return None
-        self._body = None
-        return memoryview(body.numpy())
-
-    @property
-    def holds_piece(self) -> bool:  # type: ignore[override]
-        return isinstance(self._body, Piece)
-
-    def take_piece(self) -> Piece:
-        piece, self._body = self._body, None
-        assert isinstance(piece, Piece)  # asked for where `holds_piece`
-        return piece
-
-    def discard_body(self) -> None:
-        self._body = None
 
     # -- what happened ----------
 
@@ -348,11 +340,14 @@ class RpcConn(Conn):
         if self._first is not None:
             first, self._first = self._first, None
             return Event(first, self)
+        if self.lane is not None:
+            self.lane.settle()
         self._settle()
         self._flush(CALLS)
         if self._refused or self._unsent:
             self._calls.watch()
-        if self._refused and 2 * self._ahead <= self._link.max_ahead:
+        has_place = self.lane is None or self.lane.has_place
+        if self._refused and has_place and 2 * self._ahead <= self._link.max_ahead:
             self._refused = False
             if not self.reason:
                 return Event(What.WRITABLE, self)
@@ -367,7 +362,8 @@ class RpcConn(Conn):
             else:
                 self.reason = "the peer does not know this connection"
         if has_end and not self.reason:
-            if self._arrivals.are_over(now):
+            is_busy = self.lane is not None and self.lane.is_busy
+            if self._arrivals.are_over(now) and not is_busy:
                 self.reason = "the peer closed the connection"
             else:
                 self._link.look_again(self)
@@ -375,6 +371,10 @@ class RpcConn(Conn):
 
     def _shut(self) -> None:
         self._arrivals.close()
+        if self.lane is not None:  # before it counts as done, for a Ctrl-C may come
+            self.lane.close()
+            if self.reason != "closed" or not self._calls:
+                self.lane.forget()  # else the peer goes on copying what was sent
         self.closed = True
         calls.receivers.pop(self.token, None)
         if self.promise is not None:

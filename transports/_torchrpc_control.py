@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import select
 import socket
 import struct
@@ -21,7 +22,7 @@ from typing import Any, Final
 
 from mq import addresses
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 NOTE_BYTES: Final = 16 * 1024
 _LENGTH: Final = struct.Struct(">I")
 
@@ -50,6 +51,8 @@ class Greeting:
         rank: What they may call it too: its rank, as its launcher has set it, or "".
         cuda_devices: How many CUDA devices it has.
         gpus: Those of them that take tensors, by index.
+        outboxes: Memory of them that the peer may map: the index, the UUID, and the
+            memory's handle and size.
     """
 
     torch: str
@@ -63,6 +66,7 @@ class Greeting:
     rank: str = ""
     cuda_devices: int = 0
     gpus: tuple[int, ...] = ()
+    outboxes: tuple[tuple[int, str, str, int], ...] = ()
     protocol: int = PROTOCOL
 
     def note(self) -> dict[str, Any]:
@@ -99,6 +103,8 @@ def greeting_of(note: dict[str, Any]) -> Greeting:
         or not isinstance(gpus, list)
         or not all(type(gpu) is int and 0 <= gpu < count for gpu in gpus)
         or len(fields["token"]) != 32
+        or not isinstance(fields["outboxes"], list)
+        or not all(map(_is_outbox, fields["outboxes"]))
     ):
         raise BadNote("a greeting of other types")
     try:
@@ -106,7 +112,14 @@ def greeting_of(note: dict[str, Any]) -> Greeting:
     except ValueError as error:
         raise BadNote("a token that is none") from error
     exact = {"channels": tuple(channels), "gpus": tuple(gpus)}
+    exact["outboxes"] = tuple(map(tuple, fields["outboxes"]))
     return Greeting(**{**fields, **exact})
+
+
+def _is_outbox(entry: object) -> bool:
+    if not isinstance(entry, list) or [*map(type, entry)] != [int, str, str, int]:
+        return False
+    return re.fullmatch("[0-9a-f]{2,512}", entry[2]) is not None
 
 
 def compare(torch: str, worker: str, channels: tuple[str, ...], peer: Greeting) -> None:

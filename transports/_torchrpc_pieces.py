@@ -1,7 +1,8 @@
 """Tensors that stay on their device, as they go into a call and come out of one.
 
 In a call's list of bodies a piece is a tuple of one tensor, which tells it from host
-memory that travels as a tensor.
+memory that travels as a tensor; or, where there is a lane (`_torchrpc_lanes`), one of
+five numbers and names, which tell where it is, or of where to and a small one's bytes.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ from typing import Final
 import torch
 
 from mq.devices import Piece
-from transports._torchrpc_bodies import Body, size_of
+from mq.transport import PIECE_BYTES
+from transports._torchrpc_bodies import Body, is_plain, size_of
+from transports._torchrpc_outboxes import INLINE_BYTES, Inline, Parcel
 
 HOST_SHARE: Final = 4
 """A piece counts as this fraction of its bytes among those ahead of the wire: what
-moves it is several times as fast as what moves host memory."""
+moves it from GPU to GPU is several times as fast as what moves host memory. By host
+memory it counts the same, for it is several times as large as other bodies."""
 
 
 def weight(body: Body) -> int:
     """What a body counts among the bytes that are ahead of the wire."""
     if body is None:
         return 0
-    return len(body) // HOST_SHARE if isinstance(body, Piece) else len(body)
+    if isinstance(body, Piece) and len(body) > INLINE_BYTES:
+        return len(body) // HOST_SHARE
+    return len(body)
 
 
 def weight_of(
@@ -40,13 +46,34 @@ def weight_of(
     return nbytes + sum(weight(body) for body in bodies if isinstance(body, Piece))
 
 
-def wrapped(bodies: Sequence[Body]) -> tuple[list[Body], list[Piece]]:
-    """The bodies as they go into a call, and the pieces among them."""
+def wrapped(
+    bodies: Sequence[Body],
+) -> tuple[list[Body], list[Piece], list[Parcel]]:
+    """The bodies as they go into a call, and the pieces and parcels among them."""
     pieces = [body for body in bodies if isinstance(body, Piece)]
-    if not pieces:
-        return list(bodies), pieces
-    plain = [(b.tensor,) if isinstance(b, Piece) else b for b in bodies]
-    return plain, pieces
+    parcels = [body for body in bodies if isinstance(body, Parcel)]
+    return [_wrapped(body) for body in bodies], pieces, parcels
+
+
+def _wrapped(body: Body) -> Body:
+    if isinstance(body, Piece):
+        return (body.tensor,)
+    return body.body() if isinstance(body, Parcel | Inline) else body
+
+
+def is_inline(body: Body) -> bool:
+    """Whether a piece came for it as host memory."""
+    if type(body) is not tuple or len(body) != 2 or type(body[0]) is not str:
+        return False
+    content = body[1]
+    if isinstance(content, torch.Tensor):
+        return _is_flat(content, PIECE_BYTES) and not content.is_cuda
+    return type(content) is bytes and 0 < len(content) <= INLINE_BYTES
+
+
+def is_small(body: Body) -> bool:
+    """Whether an answer may have brought it."""
+    return is_plain(body) or (is_inline(body) and type(body[1]) is bytes)
 
 
 def unwrap(bodies: object, devices: Collection[str], most: int) -> bool:
@@ -57,23 +84,34 @@ def unwrap(bodies: object, devices: Collection[str], most: int) -> bool:
     Args:
         devices: Where they may have arrived.
         most: Bytes of a piece at most.
+
+    Raises:
+        RuntimeError: A device has failed, or has no room.
     """
     if type(bodies) is not list:
         return False
     for index, body in enumerate(bodies):
         if type(body) is not tuple:
             continue
+        if is_inline(body):
+            if body[0] not in devices:
+                return False
+            bodies[index] = Piece.of_host(body[1], torch.device(body[0]))
+            continue
         if len(body) != 1 or not isinstance(body[0], torch.Tensor):
             return False
         (tensor,) = body
-        if (
-            tensor.dtype != torch.uint8
-            or tensor.dim() != 1
-            or not tensor.is_contiguous()
-            or tensor.requires_grad
-            or str(tensor.device) not in devices
-            or not 0 < len(tensor) <= most
-        ):
+        if not _is_flat(tensor, most) or str(tensor.device) not in devices:
             return False
         bodies[index] = Piece.arrived(tensor)
     return True
+
+
+def _is_flat(tensor: torch.Tensor, most: int) -> bool:
+    return (
+        tensor.dtype == torch.uint8
+        and tensor.dim() == 1
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and 0 < len(tensor) <= most
+    )

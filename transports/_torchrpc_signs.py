@@ -18,6 +18,7 @@ from transports._torchrpc_net import Remote, remote_of
 
 if TYPE_CHECKING:
     from transports._torchrpc_conns import RpcConn
+    from transports._torchrpc_outboxes import Inline, Parcel
     from transports._torchrpc_under_way import Call, UnderWay
 
 SIGN_SECONDS: Final = 0.2
@@ -42,7 +43,7 @@ class Signs:
     def __init__(self, calls: UnderWay) -> None:
         self.url = ""
         self._calls = calls
-        self._oldest: Call | None = None
+        self._oldest: Call | Parcel | Inline | None = None
         self._acked = 0
         self._heard_at: float | None = None
 

@@ -38,6 +38,7 @@ from transports import _torchrpc_shared as shared
 from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import BadNote, Control, Greeting, Misfit
+from transports._torchrpc_sharing import Sharing
 from transports._torchrpc_signs import SIGN, SIGN_SECONDS, moving
 from transports._torchrpc_sockets import Sockets
 
@@ -69,6 +70,7 @@ class TorchRpcLink(Link):
     max_ahead = 3 * chunk_bytes
     scheme = "torchrpc"
     _gpu: ClassVar[bool] = False
+    sharing: Sharing | None = None
 
     def __init__(
         self,
@@ -342,7 +344,7 @@ class TorchRpcLink(Link):
         return {}
 
     def describe_peer(
-        self, peer: Greeting, carried: Mapping[str, str]
+        self, peer: Greeting, carried: Mapping[str, str], mapped: bool
     ) -> dict[str, str]:
         """How TensorPipe reaches a peer; `Conn.describe` says it."""
         if peer.worker:
@@ -388,6 +390,8 @@ class TorchRpcLink(Link):
         self._leaving.clear()
         self._poller.unregister(self._sockets.epoll.fileno())
         self._sockets.close()
+        if self.sharing is not None:
+            self.sharing.close()
         shared.release(self.agent)
 
     def abandon(self) -> None:

@@ -1,0 +1,205 @@
+"""Lanes whose memory cannot be mapped, whose device fails, and that end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from carrying_link import MEMORY, SHARED_BYTES, CarryingLink, HostEvent
+from lane_worlds import (
+    a_piece,
+    arrived,
+    check_places,
+    in_vain,
+    lane_of,
+    lane_world,
+    later,
+    mapping,
+    reasons,
+    sharing_of,
+    unmappable,
+)
+from torchrpc_links import rpc_conn
+
+import mq
+from mq import registry
+from mq.testing.link_world import PATIENCE, World
+from transports import _torchrpc_lanes as lanes
+from transports import _torchrpc_outboxes as outboxes
+from transports._torchrpc_control import Greeting
+from transports._torchrpc_sharing import Sharing
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with lane_world(monkeypatch) as world:
+        yield world
+
+
+# -- what fails ----------
+
+
+@pytest.mark.parametrize("when", ["filled", "sent", "received"])
+def test_a_device_that_fails_breaks_the_connection(
+    monkeypatch: pytest.MonkeyPatch, world: World, when: str
+) -> None:
+    """At the end where it does, with its words."""
+    conn, accepted = world.connect()
+    ready = HostEvent(reached=when != "filled")
+    events = [ready]
+    if when != "filled":
+        events = later(monkeypatch, outboxes if when == "sent" else lanes)
+    assert conn.try_send_piece(b"head", a_piece(1, ready))
+    world.until(lambda: bool(events), "the copy")
+    events[0].problem = "a failed assert\nand much more"
+    world.lost(0, conn)
+    world.lost(1, accepted)
+    if when == "received":
+        (reason,) = reasons(world, 1)
+        assert reason.startswith("what the peer has sent cannot be taken in: a failed")
+    else:
+        expected = "tensors on a GPU cannot be copied: a failed assert"
+        assert reasons(world, 0) == [expected]
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["dialler", "listener"])
+def test_tensors_are_staged_where_the_peers_memory_cannot_be_mapped(
+    monkeypatch: pytest.MonkeyPatch, world: World, failing: int
+) -> None:
+    """From the second time on: the first may be a peer that has died."""
+    link = sharing_of(world, failing)
+    monkeypatch.setattr(link, "_map", unmappable)
+    for _ in range(2):
+        assert link.offers()
+        assert "no such memory" in in_vain(world)
+    assert not link.offers()
+    conn, accepted = world.connect()
+    for ours, theirs in ((conn, accepted), (accepted, conn)):
+        assert not lane_of(ours)._outboxes
+        assert ours.try_send_piece(b"head", a_piece(4))
+        assert arrived(world, theirs, 1) == [(b"head", bytes([4]) * 1000)]
+
+
+def greeting(agent: str, handle: bytes = b"gone") -> Greeting:
+    outbox = (0, MEMORY.uuid(0), handle.hex(), SHARED_BYTES)
+    return Greeting("2.13", agent, "", "", (), "", outboxes=(outbox,))
+
+
+def test_peers_that_have_died_switch_nothing_off() -> None:
+    """Each life has an id of its own."""
+    shared = Sharing({0: "cpu"}, SHARED_BYTES, MEMORY)
+    for agent in ("one", "two", "three"):
+        with pytest.raises(OSError, match="cannot be mapped"):
+            shared.ends(greeting(agent), {"cpu": "cpu"})
+    assert shared.offers()
+    (handle,) = (outbox.handle for outbox in shared.devices.values())
+    outgoing, inboxes = shared.ends(greeting("four", handle), {"cpu": "cpu"})
+    assert list(outgoing) == ["cpu"]
+    assert list(inboxes) == [0]
+    shared.close()
+
+
+# -- the end ----------
+
+
+def test_what_is_mapped_is_kept_until_no_copy_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    """The connection ends at once all the same, and so do its calls."""
+    closed = mapping(monkeypatch, sharing_of(world, 1))
+    conn, accepted = world.connect()
+    events = later(monkeypatch, lanes)
+    for head in (b"one", b"two"):
+        assert conn.try_send_piece(head, a_piece(1))
+    world.until(lambda: len(events) == 2, "the copies")
+    accepted.close()
+    world.lost(0, conn)
+    world.until(lambda: not rpc_conn(conn).unanswered, "the answers")
+    events[0].reached = True
+    sharing_of(world, 1).tidy()
+    assert not closed
+    events[1].reached = True
+    sharing_of(world, 1).tidy()
+    assert len(closed) == 1
+
+
+def test_nothing_is_left_of_a_connection_whose_tensors_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed, lost, or with its link; `lane_world` looks."""
+    pairs = [world.connect() for _ in range(3)]
+    for conn, _ in pairs:
+        assert conn.try_send_piece(b"never", a_piece(1, HostEvent()))
+    pairs[0][0].close()
+    pairs[1][1].close()
+    world.lost(1, pairs[0][1])
+    world.lost(0, pairs[1][0])
+    (outbox,) = sharing_of(world, 0).devices.values()
+    assert len(outbox._places) == 1
+
+
+def test_two_queues_of_one_process_hand_tensors_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own memory it need not map."""
+    monkeypatch.setitem(registry._TABLE, "carrying", registry.Entry(CarryingLink))
+    with (
+        mq.connect("carrying", group="one-process", name="a") as a,
+        mq.connect("carrying", group="one-process", name="b") as b,
+    ):
+        for sender, receiver in ((a, b), (b, a)):
+            receiver.subscribe("t", timeout=PATIENCE)
+            for number in range(20):
+                x = torch.full((500_000,), number)
+                sender.publish("t", x, timeout=PATIENCE)
+                x.fill_(-1)
+                got = receiver.recv(timeout=PATIENCE).payload
+                assert got.shape == (500_000,)
+                assert bool((got == number).all())
+    check_places()
+
+
+@pytest.mark.parametrize("handle", ["abc", "00"])
+def test_a_handle_that_is_none_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch, world: World, handle: str
+) -> None:
+    """And nothing else: what it is, the memory says."""
+    link = sharing_of(world, 0)
+    ((index, uuid, _, nbytes),) = link.offers()
+    monkeypatch.setattr(link, "_offers", [(index, uuid, handle, nbytes)])
+    assert "cannot be mapped" in in_vain(world)
+
+
+def test_descriptors_are_promised_to_no_peer_whose_memory_cannot_be_mapped(
+    monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    """They would be kept until the process ends."""
+    monkeypatch.setattr(sharing_of(world, 1), "_map", unmappable)
+    in_vain(world)
+    link = world.members[0].link
+    assert isinstance(link, CarryingLink)
+    promises = link.agent.descriptors._promises
+    assert [promise.until for promise in promises if promise.until == math.inf] == []
+
+
+def test_an_end_that_was_interrupted_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    """Else its places would be taken until the process ends."""
+    conn, accepted = world.connect()
+    assert conn.try_send_piece(b"never", a_piece(1, HostEvent()))
+    (outbox,) = sharing_of(world, 0).devices.values()
+
+    def interrupted(lane: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox, "forget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            conn.close()
+    conn.close()
+    check_places()
+    world.lost(1, accepted)
