@@ -94,3 +94,17 @@ def test_large_messages_of_nng_are_those_of_the_run() -> None:
         nbytes = float(size.removesuffix(" MB")) * 1e6
         expected = per_message / 1e3 + nbytes / bandwidth / 1e6
         assert line == f"{expected:.3g}"
+
+
+def test_the_table_between_gpus_is_that_of_the_run() -> None:
+    """Ours, the bare library's, and its detour by host memory."""
+    rows = measured("h100-latency", "latency")
+    found = table(
+        DOC, "| size | transport | p50, ms | raw, ms | /raw | CPU s/GB | staged"
+    )
+    assert len(found) == 4
+    for size, transport, p50, raw, ratio, cpu, staged in found:
+        run = rows[size, transport]
+        assert (p50, ratio, cpu) == (run[0], run[4], run[7])
+        assert raw == rows[size, "raw:torchrpc:cuda"][0]
+        assert staged == rows[size, "raw:torchrpc:staged"][0]
