@@ -128,17 +128,15 @@ class Parcel:
     """
 
     __slots__ = (
-        *(
-            "_at",
-            "_event",
-            "_is_copied",
-            "_is_given_back",
-            "_lane",
-            "_outbox",
-            "_piece",
-            "_stamp",
-            "_where",
-        ),
+        "_at",
+        "_event",
+        "_is_copied",
+        "_is_given_back",
+        "_lane",
+        "_outbox",
+        "_piece",
+        "_stamp",
+        "_where",
         "nbytes",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -25,9 +26,9 @@ class ReadingConn(Conn):
     _arrivals: Arrivals
     _body: Body = None
 
+    @abstractmethod
     def fail(self, reason: str) -> None:
         """The connection is broken; from any thread."""
-        raise NotImplementedError
 
     def weigh(self, sequence: Any, heads: Any, bodies: Any) -> int | None:
         """What a batch counts that has come; None: it is none, and breaks this."""
