@@ -369,13 +369,18 @@ def loan_is_published_when_its_block_ends(group: Group) -> None:
     assert late.recv().sequence == 2
 
 
+LARGE_COUNT = 1_000_000
+"""Numbers of 8 bytes: a large message, where 1000 are a small one."""
+
+
 def _publish_on_devices(queue: mq.MQ) -> int:
     import torch
 
     devices = ["cpu"] + ["cuda:0"] * torch.cuda.is_available()
     for device in devices:
-        queue.publish("t", torch.arange(1000, device=device), timeout=STEP)
-    return len(devices)
+        for count in (1000, LARGE_COUNT):
+            queue.publish("t", torch.arange(count, device=device), timeout=STEP)
+    return 2 * len(devices)
 
 
 def _devices(queue: mq.MQ, count: int) -> list[tuple[str, int]]:
@@ -390,8 +395,10 @@ def tensors_arrive_on_the_cpu_or_on_the_device_asked_for(group: Group) -> None:
     b.subscribe("t")
     c.subscribe("t", device="cpu")
     count = a.run(_publish_on_devices)
-    expected = [("cpu", 499_500)] * count
-    if "cuda" in group.capabilities.devices and count > 1:
-        expected[1] = ("cuda:0", 499_500)
+    sums = [n * (n - 1) // 2 for n in (1000, LARGE_COUNT)]
+    staged = [("cpu", total) for total in sums] * (count // 2)
+    expected = list(staged)
+    if "cuda" in group.capabilities.devices:
+        expected[2:] = [("cuda:0", total) for total in sums][: count - 2]
     assert b.run(_devices, count) == expected
-    assert c.run(_devices, count) == [("cpu", 499_500)] * count
+    assert c.run(_devices, count) == staged
