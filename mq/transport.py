@@ -339,7 +339,7 @@ class Link(ABC):
         """Begin to connect; OPENED or LOST is reported by `poll`. Never waits.
 
         Raises:
-            ValueError: The address is malformed or of another scheme.
+            ValueError: It is malformed or of another scheme; the text has its `repr`.
         """
 
     @abstractmethod

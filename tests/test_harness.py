@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import select
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,21 @@ from fresh_python import ROOT
 
 import mq
 from mq import registry
-from mq.testing import Group, MemberDied, Proxy, StepTimeout, expect, waiting, worker
+from mq.testing import (
+    Group,
+    MemberDied,
+    Proxy,
+    StepTimeout,
+    expect,
+    run_case,
+    waiting,
+    worker,
+)
 from mq.testing.programs import pattern, peer_stats
 from mq.testing.proxy import another
 from mq.testing.waiting import current_frames, wait_until
 from mq.transport import Capabilities
+from transports.tcp import TcpLink
 
 
 @pytest.fixture
@@ -192,6 +203,37 @@ def test_expect_names_what_an_error_does_not_say() -> None:
         expect(ValueError),
     ):
         pass
+
+
+class _FailingLink(TcpLink):
+    def open(self, *arguments: Any) -> Any:
+        raise TypeError("no way to open it")
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """`mq.register` for one test: makes its argument known as ``mine``."""
+    monkeypatch.setitem(registry._TABLE, "mine", registry.Entry("no.module:None"))
+    return functools.partial(mq.register, "mine", replace=True)
+
+
+@pytest.mark.parametrize("target", [TcpLink, "transports.tcp:TcpLink"])
+def test_members_know_a_transport_that_the_test_has_registered(
+    register: Callable[[Any], None], target: Any
+) -> None:
+    """They are other processes, which no entry point tells of it."""
+    register(target)
+    run_case("mine", "unsubscribed_topics_are_not_sent")
+    run_case("mine", "multiprocessing_child_without_close_delivers_and_leaves")
+
+
+def test_whatever_a_transport_raises_its_case_fails_by_one_error(
+    register: Callable[[Any], None],
+) -> None:
+    """The one that a caller is told to catch."""
+    register(_FailingLink)
+    with pytest.raises(AssertionError, match="TypeError: no way to open it"):
+        run_case("mine", "topic_matches_exactly")
 
 
 def test_a_connection_that_the_case_has_not_broken_must_not_break() -> None:

@@ -152,6 +152,8 @@ def run_case(backend: str, case: Case | str, **options: Any) -> None:
     Raises:
         AssertionError: The transport does not keep the rule; the text says what was
             observed, with the tracebacks or stacks of the members.
+        UnknownTransport, TransportUnavailable: There is none of that name, or its
+            module cannot be imported.
     """
     from mq import registry
 
@@ -165,5 +167,10 @@ def run_case(backend: str, case: Case | str, **options: Any) -> None:
     try:
         body(group)
         group.close()
+    except AssertionError:
+        raise
+    except Exception as error:  # whatever somebody else's link or mq raises
+        what = f"{chosen.name}: {type(error).__name__}: {error}"
+        raise AssertionError(what) from error
     finally:
         group.end()

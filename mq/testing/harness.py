@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
+from mq import registry
 from mq.testing import worker
 from mq.testing.member import Future, Member
 from mq.testing.proxy import Proxy, another
@@ -94,7 +95,7 @@ class Group:
         stacks, write_stacks = context.Pipe(duplex=False)
         process = context.Process(
             target=worker.process_main,
-            args=(theirs, write_stacks, self.directory),
+            args=(theirs, write_stacks, self._setting()),
             name=f"mq-test-{name}",
             daemon=True,
         )
@@ -113,7 +114,7 @@ class Group:
             Its exit status; None if it does not end.
         """
         process = _context().Process(
-            target=worker.plain_main, args=(self.directory, function, *args)
+            target=worker.plain_main, args=(self._setting(), function, *args)
         )
         process.start()
         process.join(STEP)
@@ -123,6 +124,10 @@ class Group:
             process.join(STEP)
         process.close()
         return status
+
+    def _setting(self) -> worker.Setting:
+        backend = registry.canonical(self.backend)
+        return worker.Setting(self.directory, backend, registry.table.get(backend))
 
     def _add(self, member: Member) -> Member:
         self._members.append(member)

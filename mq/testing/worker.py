@@ -144,18 +144,47 @@ class Worker:
                 pass
 
 
-def process_main(channel: Connection, stacks: Connection, directory: str) -> None:
+@dataclass(frozen=True)
+class Setting:
+    """What a process of a case needs before all else.
+
+    Attributes:
+        directory: Where the library makes its rendezvous and its socket files.
+        backend: The transport under test.
+        entry: How the test's own process knows it, which may be by `mq.register`; None:
+            by an entry point.
+    """
+
+    directory: str
+    backend: str
+    entry: registry.Entry | None
+
+    def take(self) -> None:
+        """Make it so in this process."""
+        os.environ["XDG_RUNTIME_DIR"] = os.environ["TMPDIR"] = self.directory
+        tempfile.tempdir = None
+        if (entry := self.entry) is not None:
+            registry.register(
+                self.backend,
+                entry.target,
+                library=entry.library,
+                replace=True,
+                **entry.options,
+            )
+
+
+def process_main(channel: Connection, stacks: Connection, setting: Setting) -> None:
     """Run a worker as the main thread of a process of its own.
 
     Args:
         channel: Requests and answers.
         stacks: Where all stacks are written on SIGUSR1.
-        directory: Where the library makes its rendezvous and its socket files.
+        setting: Of the case.
     """
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     # Ignored where a shell started all this in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _use(directory)
+    setting.take()
     worker = Worker(channel, ends_process=True)
     worker.loop()
     # What a normal exit does is the subject of cases of its own; here it costs time.
@@ -164,14 +193,9 @@ def process_main(channel: Connection, stacks: Connection, directory: str) -> Non
     os._exit(0)
 
 
-def _use(directory: str) -> None:
-    os.environ["XDG_RUNTIME_DIR"] = os.environ["TMPDIR"] = directory
-    tempfile.tempdir = None
-
-
-def plain_main(directory: str, function: Callable[..., None], *args: Any) -> None:
+def plain_main(setting: Setting, function: Callable[..., None], *args: Any) -> None:
     """Be a process that calls one function and ends."""
-    _use(directory)
+    setting.take()
     function(*args)
 
 
