@@ -739,6 +739,27 @@ def test_who_gives_a_subscriber_up_says_what_it_lacks(
     assert "gave up b: silent for 1 s; messages undelivered: 2 on 't'" in caplog.text
 
 
+@pytest.mark.parametrize(("keep", "lacking"), [(1, 1), (3, 3), (20, 8)])
+def test_what_was_replaced_a_lost_subscriber_does_not_lack(
+    caplog: pytest.LogCaptureFixture, keep: int, lacking: int
+) -> None:
+    """By the counter, the log and what `close` says alike."""
+    world = subscribed("b", keep=keep)
+    a, session = world["a"].mesh, world["a"].session(world["b"])
+    for _ in range(5):
+        world["a"].publish("t", b"received")
+    world.settle()
+    world.partition("a", "b")
+    for _ in range(8):
+        world["a"].publish("t", b"lacking")
+    ((feed, mark),) = a.publisher.unsettled(a.publisher.marks())
+    assert feed.lacks(mark) == lacking
+    assert feed.lacks(mark - 3) == max(0, lacking - 3)
+    a.forget(session, "silent for 1 s")
+    assert a.publisher.topic("t").stats.undelivered == lacking
+    assert f"undelivered: {lacking} on 't'" in caplog.text
+
+
 def test_of_many_topics_that_a_subscriber_lacks_some_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

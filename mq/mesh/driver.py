@@ -220,7 +220,8 @@ class Driver(Publishing):
     def describe_feeds(self, marks: Sequence[tuple[Feed, int]]) -> str:
         """Who has not received what, in words."""
         return ", ".join(
-            f"{feed.session.name!r} lacks {sequence - feed.received} on "
+            # One at least: of those up to the mark newer ones may have replaced all.
+            f"{feed.session.name!r} lacks {max(1, feed.lacks(mark))} on "
             f"{feed.topic.name!r}"
-            for feed, sequence in marks
+            for feed, mark in marks
         )

@@ -217,8 +217,14 @@ class Feed:
         newest = self.topic.newest
         return newest if newest >= self.joined else self.first
 
-    def undelivered(self) -> int:
-        """How many messages were committed and have not reached the subscriber."""
+    def lacks(self, mark: int) -> int:
+        """How many messages up to a mark the subscriber was still to have.
+
+        Of a keep-last subscription those alone that none has replaced.
+        """
+        if self.keep is None:
+            missing = max(0, mark - max(self.received, self.joined - 1))
+            return missing + (self.received < self.first)
         newest = self.topic.newest
-        missing = newest - max(self.received, self.joined - 1)
-        return missing + (self.received < self.first)
+        missing = mark - max(self.received, self.joined - 1, newest - self.keep)
+        return min(self.keep, max(0, missing) + (self.received < self.first))

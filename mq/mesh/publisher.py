@@ -328,7 +328,7 @@ class Publisher:
     def remove(self, session: Session) -> None:
         """The peer is gone."""
         for feed in session.feeds.values():
-            feed.topic.stats.undelivered += feed.undelivered()
+            feed.topic.stats.undelivered += feed.lacks(feed.mark())
             self._drop(feed)
         session.feeds.clear()
 

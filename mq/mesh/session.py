@@ -187,9 +187,9 @@ class Session(Backlog):
 
     def describe_undelivered(self) -> str:
         """What never reached a peer that is given up, as the end of a sentence."""
-        feeds = [feed for feed in self.feeds.values() if feed.keep is None]
-        counts = [(feed.undelivered(), feed.topic.name) for feed in feeds]
-        counts = [(n, name) for n, name in counts if n]
+        feeds = self.feeds.values()
+        lacking = [(feed.lacks(feed.mark()), feed.topic.name) for feed in feeds]
+        counts = [(n, name) for n, name in lacking if n]
         shown = [f"{n} on {name!r}" for n, name in counts[:MOST_SHOWN]]
         if rest := counts[MOST_SHOWN:]:
             shown.append(f"{sum(n for n, _ in rest)} on {len(rest)} other topics")
