@@ -52,6 +52,23 @@ def test_every_public_call_and_error_is_named() -> None:
     assert not (CALLS | public) - words()
 
 
+def test_every_counter_is_named() -> None:
+    """Nobody has to look for one in the source."""
+    with (
+        mq.connect("shm", group="calls", name="a") as a,
+        mq.connect("shm", group="calls", name="b") as b,
+    ):
+        b.subscribe("t")
+        a.publish("t", 1)
+        b.recv(timeout=30)
+        stats = b.stats()
+    parts = [stats, *stats["topics"].values(), *stats["peers"].values()]
+    parts += [stats["mesh"], *stats["shared"], stats["pool"]]
+    names = {name for part in parts for name in part}
+    assert len(names) > 40
+    assert not names - words()
+
+
 @pytest.mark.parametrize("name", ["connect", *sorted(CALLS)])
 def test_every_option_of_a_call_is_named(name: str) -> None:
     """But for those of transports, which come below."""
