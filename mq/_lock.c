@@ -232,9 +232,9 @@ take(Lock *self, int64_t micros)
     int in_main = me == atomic_load(&main_thread);
     if (micros < 0 && self->locked && self->holder == me) {
         PyErr_SetString(PyExc_RuntimeError,
-                        "this thread is in the middle of the queue's own work: a handler "
-                        "of its log, a destructor or a hook called the queue again, which "
-                        "would wait for ever; call it from another thread");
+                        "this thread is in the middle of the queue's own work: a "
+                        "destructor or a hook called the queue again, which would wait "
+                        "for ever; call it from another thread");
         return -1;
     }
     if (in_main && hold() < 0)

@@ -1,38 +1,183 @@
-"""The library's log, much of which is written in the middle of its work."""
+"""The library's log: handed to the application's handlers by a thread of its own.
+
+Much of it is written in the middle of a queue's work, or by a thread that others wait
+for; and a handler may take its time, publish what it gets, on any queue, or connect
+one. Called where the record is made it would hold that work up, and wait for ever for
+who, in turn, waits for the handler's lock. For the same reason nothing here takes a
+lock of `logging`'s in the thread that has something to say: `logging.config` holds one
+while it makes handlers.
+"""
 
 from __future__ import annotations
 
+import _thread
+import atexit
+import contextlib
 import logging
+import os
 import sys
+import threading
+import time
 import traceback
-from typing import TYPE_CHECKING, Any, Final
+from collections import deque
+from typing import Any, Final, TypeAlias
 
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _Adapter = logging.LoggerAdapter
+BEGIN_SECONDS: Final = 1.0
+"""After so long a thread that was to begin is taken for interrupted before it could."""
+FLUSH_SECONDS: Final = 1.0
+"""For so long `flush` waits for handlers, which may wait for who calls it."""
 
-_OWN_FRAMES: Final = 1 if sys.version_info >= (3, 11) else 2
-"""Levels of the stack below the caller: `log`; before 3.11 also what calls that."""
+_Said: TypeAlias = "tuple[str, logging.LogRecord] | threading.Event"
 
 
-class Log(_Adapter):
-    """A logger whose handlers cannot end what is being told of by what they raise.
-
-    That is printed, as `logging.Handler.handleError` does.
+class Log:
+    """What a module of this library says, under the module's name.
 
     Args:
-        name: Of the logger.
+        name: Of the logger of `logging`'s.
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(logging.getLogger(name), {})
+        self._name = name
 
-    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Have the handlers told, if any wants to be."""
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + _OWN_FRAMES
+    def debug(self, text: str, *args: object) -> None:
+        """Of interest to who looks for an error."""
+        self._say(logging.DEBUG, text, args)
+
+    def info(self, text: str, *args: object) -> None:
+        """What was chosen, and what happened as it should."""
+        self._say(logging.INFO, text, args)
+
+    def warning(self, text: str, *args: object) -> None:
+        """What somebody may have to do something about."""
+        self._say(logging.WARNING, text, args)
+
+    def error(self, text: str, *args: object) -> None:
+        """What has failed."""
+        self._say(logging.ERROR, text, args)
+
+    def exception(self, text: str, *args: object) -> None:
+        """The same, with the traceback of the exception that is being handled."""
+        self._say(logging.ERROR, text, args, sys.exc_info())
+
+    def _say(
+        self, level: int, text: str, args: tuple[object, ...], exc_info: Any = None
+    ) -> None:
         try:
-            super().log(level, msg, *args, **kwargs)
-        except Exception:
-            if logging.raiseExceptions:
-                traceback.print_exc()
+            if self._is_wanted(level):
+                frame = sys._getframe(2)
+                code = frame.f_code
+                make = logging.getLogRecordFactory()
+                said = code.co_filename, frame.f_lineno, text, args, exc_info
+                record = make(self._name, level, *said, code.co_name)
+                _teller.tell((self._name, record))
+        except Exception:  # the factory is the application's, too
+            _print()
+
+    def _is_wanted(self, level: int) -> bool:
+        """What `Logger.isEnabledFor` says, which may take a lock."""
+        if level <= logging.root.manager.disable:
+            return False
+        name, loggers = self._name, logging.root.manager.loggerDict
+        while name:
+            if isinstance(logger := loggers.get(name), logging.Logger):
+                return level >= logger.getEffectiveLevel()
+            name = name.rpartition(".")[0]
+        return level >= logging.root.level
+
+
+class _Teller:
+    """Has handlers called in the order in which it was told, by one thread at a time.
+
+    The thread ends when there is nothing to tell. Who has something to say takes no
+    lock: it may be interrupted at any moment, and may have any lock already, of
+    `threading`'s too, which a thread is begun under. Hence a thread that begins one.
+    """
+
+    def __init__(self) -> None:
+        self._said: deque[_Said] = deque()
+        self._telling = threading.Lock()
+        self._thread = 0
+        self._begun_at = -BEGIN_SECONDS
+        self._flushes_at_exit = False
+
+    def tell(self, said: _Said) -> None:
+        """Never waits, unless no thread can be started."""
+        self._said.append(said)
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None and not self._flushes_at_exit:
+            self._flushes_at_exit = True
+            # Its children leave by os._exit, before Python 3.13 without atexit.
+            util.Finalize(None, flush, exitpriority=0)
+        now = time.monotonic()
+        if not self._telling.locked() and now - self._begun_at >= BEGIN_SECONDS:
+            self._begun_at = now
+            self._begin()
+
+    def _begin(self) -> None:
+        try:
+            _thread.start_new_thread(self._start, ())
+        except RuntimeError:  # too many, or the process ends
+            self._run()
+
+    def flush(self) -> None:
+        """Wait until what was said has been told, for `FLUSH_SECONDS` at most."""
+        told = self._said or self._telling.locked()
+        if told and self._thread != threading.get_ident():
+            event = threading.Event()
+            self._said.append(event)
+            self._begin()
+            event.wait(FLUSH_SECONDS)
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name="mq-log", daemon=True).start()
+        except RuntimeError:
+            self._run()
+
+    def _run(self) -> None:
+        self._begun_at = -BEGIN_SECONDS  # from here on what is said is found, or begins
+        # Again, for who spoke when this was about to end has started no other.
+        while self._said and self._telling.acquire(blocking=False):
+            try:
+                self._thread = threading.get_ident()
+                while self._said:
+                    _handle(self._said.popleft())
+            finally:
+                self._thread = 0
+                self._telling.release()
+
+
+def _handle(said: _Said) -> None:
+    if isinstance(said, threading.Event):
+        said.set()
+        return
+    name, record = said
+    try:
+        logging.getLogger(name).handle(record)
+    except BaseException:  # what ends a thread must not end this one
+        _print()
+
+
+def _print() -> None:
+    """As `logging.Handler.handleError` does; where there is no stderr, nothing."""
+    if logging.raiseExceptions:
+        with contextlib.suppress(Exception):
+            traceback.print_exc()
+
+
+_teller = _Teller()
+
+
+def flush() -> None:
+    """Wait until the handlers have been told what was said, for a second at most."""
+    _teller.flush()
+
+
+def _after_fork() -> None:
+    global _teller
+    _teller = _Teller()  # what was said before is the parent's to tell
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(flush)

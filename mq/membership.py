@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from mq import exits, forks, settings, stats
+from mq import exits, forks, log, settings, stats
 from mq.errors import Closed, ForkedProcess, MembersTimeout, RecvTimeout
 from mq.log import Log
 from mq.members import Member
@@ -220,8 +220,10 @@ class Membership:
     def close(self, linger: float | None = 30.0) -> None:
         """Deliver what was published, leave the group, free everything. Idempotent.
 
-        Called in the middle of the queue's own work, by a handler of its log or of a
+        Called in the middle of the queue's own work, by a destructor or a handler of a
         signal that did not wait, it is done by another thread once that work has ended.
+        The log's handlers have been told what was said when it returns, unless they
+        take over a second.
 
         Args:
             linger: Seconds to deliver at most; what then remains is counted in a
@@ -250,6 +252,7 @@ class Membership:
                 self._closer = me
                 if not self._closed:
                     self._end(linger, deadline)
+        log.flush()
 
     def close_at_exit(self, linger: float) -> None:
         """As `close`, which the caller of a call that it ends did not call."""

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -23,7 +24,7 @@ from needs import pytest_configure, pytest_runtest_makereport
 from shared_memory import SlowSystem
 from world import INLINE_BYTES
 
-from mq import speed
+from mq import log, speed
 from mq.errors import TransportUnavailable
 from mq.testing import worker
 
@@ -132,6 +133,23 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"the test left {', '.join(sorted(left))}")
         threading.Event().wait(0.02)  # the end of an engine's thread tells nobody
+
+
+class _Told:
+    """pytest's `caplog`, which has all that the library has said when it is asked."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    def __getattr__(self, name: str) -> Any:
+        log.flush()
+        return getattr(self._caplog, name)
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Any:
+    """The library has its log told by a thread."""
+    return _Told(caplog)
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ with mq.connect("inproc", group="middle", name="one") as queue:
 
 @pytest.mark.usefixtures("compiled_or_not")
 def test_a_handler_may_close_in_the_middle_of_the_queues_work() -> None:
-    """One of its log, or of a signal; it is closed when that work has ended."""
+    """Of a signal that did not wait; it is closed when that work has ended."""
     assert output_of(IN_THE_MIDDLE, timeout=60.0) == "closed\n"
 
 

@@ -3,68 +3,347 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from fresh_python import output_of
 
 import mq
-from mq import speed
+from mq import log
 from mq.log import Log
 from mq.mesh import waiting
 
+SECONDS = 60.0
+
 
 class PublishingHandler(logging.Handler):
-    """Sends the log to where it is about."""
+    """Sends the log on, to a queue that its first record connects."""
 
-    def __init__(self, queue: mq.MQ) -> None:
+    def __init__(self, queue: mq.MQ | None = None) -> None:
         super().__init__()
-        self._queue = queue
-        self.refused: list[RuntimeError] = []
+        self.queue = queue
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._queue.publish("log", record.getMessage())
-        except RuntimeError as error:
-            self.refused.append(error)
-            raise
+        if self.queue is None:
+            self.queue = mq.connect("inproc", group="logging", name="log")
+        self.queue.publish("log", record.getMessage())
 
 
-@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
-def test_a_log_that_is_published_on_its_own_queue_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def library() -> Iterator[logging.Logger]:
+    """The logger of all of the library, at DEBUG."""
+    logger = logging.getLogger("mq")
+    before = list(logger.handlers)
+    logger.setLevel(logging.DEBUG)
+    yield logger
+    logger.setLevel(logging.NOTSET)
+    logger.handlers[:] = before
+
+
+def test_the_log_can_be_published_on_the_queue_that_it_is_about(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the queue says while it works would wait for that work for ever.
-
-    And must not end that work: the handler's error is printed.
-    """
+    """And so tell all members of one that waits."""
     monkeypatch.setattr(waiting, "COMPLAIN_SECONDS", 0.0)
+    logger = logging.getLogger(waiting.__name__)
     with (
         mq.connect("inproc", group="logging", name="a") as a,
         mq.connect("inproc", group="logging", name="b") as b,
     ):
         b.subscribe("t", depth=1)
+        b.subscribe("log")
         a.publish("t", 1)
         handler = PublishingHandler(a)
-        logging.getLogger(waiting.__name__).addHandler(handler)
+        logger.addHandler(handler)
         try:
             with pytest.raises(mq.PublishTimeout):
                 a.publish("t", 2, timeout=0.1)
         finally:
-            logging.getLogger(waiting.__name__).removeHandler(handler)
-        assert len(handler.refused) == 1
-        assert "RuntimeError: this thread is in the middle" in capsys.readouterr().err
-        assert b.recv(timeout=10).payload == 1
+            logger.removeHandler(handler)
+        found = {message.topic: message.payload for message in (b.recv(10), b.recv(10))}
+        assert found["t"] == 1
+        assert "has waited" in found["log"]
         a.publish("t", 3, timeout=10)
         assert b.recv(timeout=10).payload == 3
 
 
-def test_a_record_says_where_it_is_from(caplog: pytest.LogCaptureFixture) -> None:
-    """Not where all of them pass through."""
-    with caplog.at_level(logging.DEBUG, logger="mq.tried"):
+class WaitingHandler(logging.Handler):
+    """In the middle of a record of the application's until a queue was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.may_leave = threading.Event(), threading.Event()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.getMessage())
+        if record.name == "application":
+            self.entered.set()
+            assert self.may_leave.wait(SECONDS)
+
+
+def test_a_queue_does_not_wait_for_a_handler_that_waits(
+    library: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that publishes, which waits for the queue."""
+    monkeypatch.setattr(log, "FLUSH_SECONDS", 0.01)
+    handler = WaitingHandler()
+    application = logging.getLogger("application")
+    library.addHandler(handler)
+    application.addHandler(handler)
+    thread = threading.Thread(target=application.error, args=("of its own",))
+    thread.start()
+    try:
+        assert handler.entered.wait(SECONDS)
+        with mq.connect("inproc", group="logging", name="a") as a:
+            with mq.connect("inproc", group="logging", name="b") as b:
+                b.subscribe("t")
+                a.publish("t", 1, timeout=SECONDS)
+                assert b.recv(timeout=SECONDS).payload == 1
+            assert handler.seen == ["of its own"]
+    finally:
+        handler.may_leave.set()
+        thread.join()
+        application.removeHandler(handler)
+    monkeypatch.undo()
+    log.flush()
+    assert any("session with b" in text for text in handler.seen)
+
+
+def test_a_handler_may_connect_at_the_first_record(library: logging.Logger) -> None:
+    """Of the application's or of the library's own."""
+    application = logging.getLogger("application")
+    handler = PublishingHandler()
+    application.addHandler(handler)
+    library.addHandler(handler)
+    try:
+        application.error("of its own")
+        assert handler.queue is not None
+        handler.queue.close()
+    finally:
+        application.removeHandler(handler)
+        library.removeHandler(handler)
+
+
+CONFIGURED = """
+import logging
+import logging.config
+import mq
+
+class Handler(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.queue = mq.connect("tcp", group="configured", name="log")
+
+    def emit(self, record):
+        self.queue.publish("log", record.getMessage(), timeout=30)
+
+logging.config.dictConfig({
+    "version": 1,
+    "handlers": {"sent": {"()": Handler}},
+    "root": {"handlers": ["sent"], "level": "DEBUG"},
+})
+with mq.connect("tcp", group="configured", name="reader") as reader:
+    reader.subscribe("log")
+    logging.getLogger("application").info("of its own")
+    while "of its own" not in reader.recv(timeout=30).payload:
+        pass
+logging.getLogger().handlers[0].queue.close()
+print("configured")
+"""
+
+
+def test_a_handler_may_connect_while_logging_is_configured() -> None:
+    """Which has a lock then that every logger is made and asked under."""
+    assert output_of(CONFIGURED, timeout=SECONDS) == "configured\n"
+
+
+BETWEEN = """
+import logging, multiprocessing, os, signal, threading
+import mq
+
+def join(may_join, joined):
+    may_join.wait()
+    with mq.connect("tcp", group="between", name="peer") as queue:
+        queue.subscribe("t")
+        joined.set()
+        assert queue.recv(timeout=30).payload == 1
+
+def interrupted(number, frame):
+    # In the middle of `threading.enumerate`, whose lock a new thread needs.
+    may_join.set()
+    assert joined.wait(10)
+    queue.publish("t", 1, timeout=30)
+
+if __name__ == "__main__":
+    logging.getLogger("mq").setLevel(logging.DEBUG)
+    signal.signal(signal.SIGUSR1, interrupted)
+    context = multiprocessing.get_context("fork")
+    may_join, joined = context.Event(), context.Event()
+    process = context.Process(target=join, args=(may_join, joined))
+    process.start()
+    with mq.connect("tcp", group="between", name="one") as queue:
+        with threading._active_limbo_lock:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        process.join(30)
+        print(process.exitcode)
+"""
+
+
+def test_who_says_something_takes_no_lock_of_threading() -> None:
+    """A handler of a signal waits for the queue under such a lock."""
+    assert output_of(BETWEEN, timeout=SECONDS) == "0\n"
+
+
+IN_A_CHILD = """
+import logging
+import multiprocessing
+import sys
+import mq
+from mq.log import Log
+
+def child():
+    for number in range(5):
+        Log("mq.tried").warning("%d", number)
+
+if __name__ == "__main__":
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+"""
+
+
+def test_the_end_of_a_child_waits_until_all_was_told() -> None:
+    """Those of multiprocessing end without what other processes do at exit."""
+    said = output_of(IN_A_CHILD, timeout=SECONDS)
+    assert said.split() == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_what_a_handler_raises_holds_no_other_record_up(
+    library: logging.Logger, kind: type[BaseException]
+) -> None:
+    """Even if it would end a thread."""
+    seen: list[str] = []
+
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+            raise kind
+
+    library.addHandler(Failing())
+    for text in ("one", "two"):
+        Log("mq.tried").info(text)
+    log.flush()
+    assert seen == ["one", "two"]
+
+
+def test_what_a_factory_of_records_raises_ends_nothing(
+    library: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs in the middle of what is being told of."""
+
+    def fail(*arguments: Any, **options: Any) -> logging.LogRecord:
+        raise KeyError("request")
+
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(fail)
+    try:
+        with mq.connect("inproc", group="logging", name="a") as a:
+            a.publish("t", 1)
+    finally:
+        logging.setLogRecordFactory(before)
+    assert "KeyError: 'request'" in capsys.readouterr().err
+
+
+def test_a_thread_that_was_to_begin_and_did_not_stops_nothing(
+    library: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was to begin it may have been interrupted."""
+    teller = log._Teller()
+    monkeypatch.setattr(log, "_teller", teller)
+    told: list[Any] = []
+    monkeypatch.setattr(log, "_handle", told.append)
+    monkeypatch.setattr(teller, "_begin", lambda: None)
+    Log("mq.tried").info("one")
+    monkeypatch.undo()
+    monkeypatch.setattr(log, "_handle", told.append)
+    monkeypatch.setattr(log, "BEGIN_SECONDS", 0.0)
+    teller.tell(said := threading.Event())
+    while len(told) < 2:
+        threading.Event().wait(0.001)
+    assert told[1] is said
+
+
+def test_what_a_handler_raises_ends_nothing(
+    library: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is printed, as `logging` does."""
+
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise ValueError(record.getMessage())
+
+    library.addHandler(Failing())
+    with mq.connect("inproc", group="logging", name="a") as a:
+        a.publish("t", 1)
+    assert "ValueError: inproc queue 'a'" in capsys.readouterr().err
+
+
+def test_a_record_is_as_if_it_had_been_told_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where it is from and of which thread."""
+
+    def say() -> None:
         Log("mq.tried").info("%d", 1)
         try:
             raise ValueError("a reason")
         except ValueError:
             Log("mq.tried").exception("two")
-    names = [(record.filename, record.funcName) for record in caplog.records]
-    assert names == [("test_logging.py", "test_a_record_says_where_it_is_from")] * 2
+
+    with caplog.at_level(logging.DEBUG, logger="mq.tried"):
+        thread = threading.Thread(target=say, name="who said it")
+        thread.start()
+        thread.join()
+        records: list[Any] = list(caplog.records)
+    assert [record.funcName for record in records] == ["say"] * 2
+    assert {record.filename for record in records} == {"test_logging.py"}
+    assert {record.threadName for record in records} == {"who said it"}
     assert "a reason" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("levels", "disabled", "wanted"),
+    [
+        ({}, 0, {"warning", "error"}),
+        ({"mq": logging.ERROR}, 0, {"error"}),
+        ({"mq": logging.ERROR, "mq.a": logging.INFO}, 0, {"info", "warning", "error"}),
+        ({"mq.a.b": logging.DEBUG}, 0, {"debug", "info", "warning", "error"}),
+        ({"mq.a.b": logging.DEBUG}, logging.WARNING, {"error"}),
+    ],
+)
+def test_levels_are_those_of_logging(
+    monkeypatch: pytest.MonkeyPatch,
+    levels: dict[str, int],
+    disabled: int,
+    wanted: set[str],
+) -> None:
+    """Without its lock: see `Logger.isEnabledFor`."""
+    manager = logging.Manager(logging.RootLogger(logging.WARNING))
+    monkeypatch.setattr(logging, "root", manager.root)
+    monkeypatch.setattr(manager.root, "manager", manager, raising=False)
+    told: list[str] = []
+    monkeypatch.setattr(log, "_handle", lambda said: told.append(said[1].levelname))
+    manager.disable = disabled
+    for name, level in levels.items():
+        manager.getLogger(name).setLevel(level)
+    library = Log("mq.a.b")
+    for name in ("debug", "info", "warning", "error"):
+        getattr(library, name)("said")
+    while log._teller._said or log._teller._telling.locked():
+        threading.Event().wait(0.001)
+    assert {name.lower() for name in told} == wanted
