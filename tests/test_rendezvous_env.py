@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 
 import pytest
@@ -87,4 +88,26 @@ def test_a_list_of_names_without_end_is_not_read(store_port: int) -> None:
     store._ask(lambda values: values.add(f"{store._prefix}/names", 1 << 40))
     with pytest.raises(PeerLost, match="another program writes to it"):
         store.records()
+    store.close()
+
+
+def test_a_request_that_got_no_thread_is_over(
+    store_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When threads are to be had again, as many requests are answered as before."""
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ |= {"MASTER_PORT": str(store_port), "TORCHELASTIC_RUN_ID": "no thread"}
+    store = torchrun.TorchrunStore("g", 20.0, environ)
+    assert store.claim(record("x")).holder is None
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(threading.Thread, "start", refuse)
+        for _ in range(9):
+            with pytest.raises(PeerLost, match="a request can have no thread"):
+                store.version()
+    store.remove("x", record("x").incarnation)
+    assert store.records() == []
     store.close()

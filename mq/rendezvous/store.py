@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from mq.errors import ConnectTimeout, PeerLost
+from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
 from mq.log import Log
 from mq.rendezvous.record import (
     Cell,
@@ -187,7 +187,11 @@ class WarnOnce:
 
 
 def bounded(
-    call: Callable[[], T], deadline: float, what: str, stopped: threading.Event
+    call: Callable[[], T],
+    deadline: float,
+    what: str,
+    stopped: threading.Event,
+    after: Callable[[], object] = lambda: None,
 ) -> T:
     """Run a call that cannot be interrupted so that the caller can be.
 
@@ -196,9 +200,11 @@ def bounded(
         deadline: By `time.monotonic`, in seconds.
         what: What `call` does, for the error.
         stopped: Ends the wait early when set.
+        after: Called once `call` has ended, however late, or could not begin.
 
     Raises:
         ConnectTimeout: The deadline has passed, or `stopped` was set.
+        TransportUnavailable: There is no thread for it.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -209,9 +215,16 @@ def bounded(
             results.append(call())
         except BaseException as error:  # raised again where it can be handled
             errors.append(error)
+        after()
         done.set()
 
-    threading.Thread(target=run, name="mq-rendezvous", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="mq-rendezvous", daemon=True).start()
+    except RuntimeError as error:
+        after()
+        raise TransportUnavailable(
+            f"{what} can have no thread: {error}; end some, or raise `ulimit -u`"
+        ) from error
     while not done.is_set():
         remaining = deadline - time.monotonic()
         if remaining <= 0 or stopped.is_set():

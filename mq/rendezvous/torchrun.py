@@ -67,7 +67,7 @@ class TorchrunStore(CellStore[_Stored]):
 
     Raises:
         ValueError: A variable is missing or malformed.
-        TransportUnavailable: torch is not installed.
+        TransportUnavailable: torch is not installed, or there is no thread for it.
         ConnectTimeout: The store does not answer.
     """
 
@@ -146,6 +146,8 @@ class TorchrunStore(CellStore[_Stored]):
 
         try:
             return bounded(connect, deadline, "opening the store", self._stopped)
+        except TransportUnavailable:
+            raise
         except (RuntimeError, ConnectTimeout) as error:
             raise ConnectTimeout(
                 f"{self.description} does not answer as a TCPStore: {error}; check "
@@ -248,8 +250,17 @@ class TorchrunStore(CellStore[_Stored]):
         deadline = self.deadline()
         try:
             self._take_turn(deadline)
-            work = functools.partial(self._work, call, store)
-            return bounded(work, deadline, "a request", self._stopped)
+            return bounded(
+                functools.partial(call, store),
+                deadline,
+                "a request",
+                self._stopped,
+                self._turns.release,
+            )
+        except TransportUnavailable as error:
+            raise PeerLost(
+                f"{self.description} was not asked: {error}", self.description
+            ) from error
         except (RuntimeError, ConnectTimeout) as error:
             raise PeerLost(
                 f"{self.description} does not answer: {error}; check that torchrun's "
@@ -261,12 +272,6 @@ class TorchrunStore(CellStore[_Stored]):
         while not self._turns.acquire(timeout=0.25):
             if self._stopped.is_set() or time.monotonic() >= deadline:
                 raise ConnectTimeout("earlier requests are still waiting")
-
-    def _work(self, call: Callable[[_KeyValues], T], store: _KeyValues) -> T:
-        try:
-            return call(store)
-        finally:
-            self._turns.release()
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int]:
