@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
+import sys
 import threading
 import time
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from meeting import (
@@ -57,6 +60,29 @@ def test_env_names_an_unknown_host(monkeypatch: pytest.MonkeyPatch) -> None:
     environ["MASTER_ADDR"] = "unknown.invalid"
     with pytest.raises(ConnectTimeout, match=r"'unknown.invalid' .* no known host"):
         torchrun.TorchrunStore("g", 0.5, environ)
+
+
+def test_env_names_the_loading_of_torch_that_used_up_the_time(
+    store_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is well, and so are the variables."""
+    passed = [0.0]
+
+    def load_slowly(name: str) -> ModuleType:
+        passed[0] += 90
+        return sys.modules[name]
+
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ |= {"MASTER_PORT": str(store_port)}
+    importlib.import_module("torch.distributed")
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr(torchrun, "time", clock)
+    monkeypatch.setattr("mq.rendezvous.store.time", clock)
+    monkeypatch.setattr(
+        torchrun, "importlib", SimpleNamespace(import_module=load_slowly)
+    )
+    with pytest.raises(ConnectTimeout, match=r"loading torch took 90.* import torch "):
+        torchrun.TorchrunStore("g", 60.0, environ)
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])

@@ -130,13 +130,20 @@ class TorchrunStore(CellStore[_Stored]):
             self._stopped.wait(min(_RETRY_SECONDS, remaining))
 
     def _open(self, host: str, port: int, deadline: float) -> _KeyValues:
+        begin = time.monotonic()
         try:
             connect_to = importlib.import_module("torch.distributed").TCPStore
         except (ImportError, AttributeError) as error:
             raise TransportUnavailable(
                 "rendezvous env:// needs torch.distributed: pip install torch"
             ) from error
-        patience = datetime.timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        loaded = time.monotonic()
+        if loaded >= deadline:
+            raise ConnectTimeout(
+                f"loading torch took {loaded - begin:.1f} s, and left no time to reach "
+                f"{self.description}: import torch before, or raise connect_timeout"
+            )
+        patience = datetime.timedelta(seconds=max(1.0, deadline - loaded))
 
         def connect() -> _KeyValues:
             store: _KeyValues = connect_to(
