@@ -93,21 +93,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _open_store() -> Any:
+def open_store(port: int = 0) -> Any:
+    """A key-value store such as torchrun runs; it ends when it is dropped."""
     distributed = importlib.import_module("torch.distributed")
-    return distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    return distributed.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def libuv() -> None:
     """Make what torch's store makes once per process, before resources are counted."""
-    _open_store()
+    open_store()
 
 
 @pytest.fixture
 def store_port() -> Iterator[int]:
     """The port of a key-value store such as torchrun runs."""
-    store = _open_store()
+    store = open_store()
     yield store.port
     del store
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from meeting import (
     DEADLINE,
+    eventually,
     free_port,
     libuv,
+    meet,
+    names,
+    open_store,
     record,
     store_port,
 )
 
 from mq.errors import ConnectTimeout, PeerLost
-from mq.rendezvous import open_rendezvous, torchrun
+from mq.rendezvous import Rendezvous, open_rendezvous, torchrun
 
 __all__ = ["libuv", "store_port"]  # fixtures
 
@@ -137,3 +144,120 @@ def test_a_request_that_got_no_thread_is_over(
     store.remove("x", record("x").incarnation)
     assert store.records() == []
     store.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Any]]:
+    """The one process that hosts a store, if it is there."""
+    hosts = [open_store()]
+    yield hosts
+    hosts.clear()
+
+
+def _member_of(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> contextlib.closing[Rendezvous]:
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    for name, value in (environ | {"MASTER_PORT": str(port)}).items():
+        monkeypatch.setenv(name, value)
+    return contextlib.closing(meet("env://"))
+
+
+def test_a_store_that_is_begun_anew_is_told_who_is_there(
+    hosts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members of before and those who come later meet, and of one name one stays."""
+    port = hosts[0].port
+    with _member_of(port, monkeypatch) as old:
+        kept = old.claim(record("kept")).record
+        lost = old.claim(record("lost", "b")).record
+        hosts.clear()
+        hosts.append(open_store(port))
+        with _member_of(port, monkeypatch) as new:
+            for name in ("lost", "more"):
+                assert new.claim(record(name, "c")).holder is None
+            eventually(lambda: not old.renew(lost))
+            assert old.renew(kept)
+            eventually(lambda: sorted(names(new)) == ["kept", "lost", "more"])
+
+            def seen() -> list[str]:
+                return sorted(entry.record.name for entry in old.recent())
+
+            eventually(lambda: old.renew(kept) and seen() == names(new))
+
+
+def test_what_happened_twice_is_news_in_a_store_begun_anew(hosts: list[Any]) -> None:
+    """The new one counts from the beginning, and comes to the same number."""
+    port = hosts[0].port
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ |= {"MASTER_PORT": str(port)}
+    with contextlib.closing(torchrun.TorchrunStore("g", 60.0, environ)) as store:
+        store.claim(record("x"))
+        before = store.version()
+        hosts.clear()
+        hosts.append(open_store(port))
+        store.claim(record("y", "b"))
+        assert store.version() != before
+
+
+def test_a_request_does_not_wait_for_a_store_that_is_gone(hosts: list[Any]) -> None:
+    """It is often gone for good when its members close: with the rank that hosts it."""
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ |= {"MASTER_PORT": str(hosts[0].port)}
+    with contextlib.closing(torchrun.TorchrunStore("g", 1e6, environ)) as store:
+        store.claim(record("x"))
+        hosts.clear()
+        for _ in range(2):
+            with pytest.raises(PeerLost, match=r"does not answer: .*agent"):
+                store.version()
+
+
+def test_what_listens_and_is_no_store_is_tried_less_and_less_often(
+    hosts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TCPStore prints a trace of the stack at each try; a store is found again."""
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ |= {"MASTER_PORT": str(hosts[0].port)}
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep, time=time.time)
+    now = time.monotonic()
+    with contextlib.closing(torchrun.TorchrunStore("g", 1e6, environ)) as store:
+        tries: list[float] = []
+
+        def refuse(*_: object, **options: object) -> None:
+            tries.append(now)
+            raise RuntimeError("Connection reset by peer")
+
+        monkeypatch.setattr(torchrun, "time", clock)
+        store._store = None
+        with monkeypatch.context() as patches:
+            patches.setattr("torch.distributed.TCPStore", refuse)
+            for _ in range(300):
+                with pytest.raises(PeerLost, match="as a TCPStore"):
+                    store.version()
+                now += 1.0
+        assert 8 < len(tries) < 14
+        assert tries[-1] - tries[-2] >= torchrun.MAX_PAUSE_SECONDS
+        now += torchrun.MAX_PAUSE_SECONDS
+        assert store.version()
+
+
+def test_a_claim_that_was_given_up_does_not_come_true_later(store_port: int) -> None:
+    """A store that stands still goes on when the member is gone."""
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ |= {"MASTER_PORT": str(store_port)}
+    store = torchrun.TorchrunStore("g", 60.0, environ)
+    values: Any = store._store
+
+    class Late:
+        compare_set, set = values.compare_set, values.set
+
+        def add(self, key: str, amount: int) -> int:
+            store.close()
+            return int(values.add(key, amount))
+
+    store._store = Late()
+    with pytest.raises(PeerLost):
+        store.claim(record("x"))
+    eventually(lambda: store._turns._value == 4)
+    with contextlib.closing(torchrun.TorchrunStore("g", 60.0, environ)) as other:
+        assert other.read("x")[0] is None

@@ -1,7 +1,8 @@
 """A rendezvous in the key-value store that torchrun runs for its workers.
 
 mq is only ever a client of that store, and only under keys of its own: group, run id
-and restart count, so that nothing of an earlier attempt is seen. The store has no
+and restart count, so that nothing of an earlier attempt is seen, unless one of its
+processes that lives on finds a later store at the same address. The store has no
 clock: a renewal changes a counter, and a lease ends when a reader has seen the same
 counter for so long. It has no authentication either, so it keeps no secret.
 """
@@ -35,6 +36,9 @@ MAX_LISTED: Final = 1 << 16
 
 _ABSENT: Final = "\0"  # neither a name nor a cell
 _RETRY_SECONDS: Final = 0.1
+MIN_PAUSE_SECONDS: Final = 0.5
+MAX_PAUSE_SECONDS: Final = 60.0
+"""Between tries where something listens, but not as a store."""
 
 
 def is_under_torchrun(environ: Mapping[str, str]) -> bool:
@@ -83,10 +87,10 @@ class TorchrunStore(CellStore[_Stored]):
         until: float = math.inf,
     ) -> None:
         environ = os.environ if environ is None else environ
-        host, port = _master(environ)
+        self._host, self._port = _master(environ)
         self.timeout = timeout
         self.until = until
-        self.description = f"torchrun's store at {host}:{port}"
+        self.description = f"torchrun's store at {self._host}:{self._port}"
         run = [
             environ.get("TORCHELASTIC_RUN_ID", ""),
             environ.get("TORCHELASTIC_RESTART_COUNT", ""),
@@ -99,28 +103,25 @@ class TorchrunStore(CellStore[_Stored]):
         self._beats: dict[str, tuple[_Stored, float]] = {}
         self._warn = WarnOnce()
         self._store: _KeyValues | None = None
+        self._opened = 0
+        self._pause = MIN_PAUSE_SECONDS
+        self._again_at = -math.inf
         forks.register(self)
         deadline = self.deadline()
-        self._await_listener(host, port, deadline)
-        self._store = self._open(host, port, deadline)
+        self._await_listener(deadline)
+        self._open(deadline)
 
-    def _await_listener(self, host: str, port: int, deadline: float) -> None:
-        """Wait until somebody listens; TCPStore's own wait cannot be interrupted."""
+    def _await_listener(self, deadline: float) -> None:
         problem = f"nobody listens at {self.description}"
         while True:
             remaining = deadline - time.monotonic()
             try:
-                bounded(
-                    lambda: socket.create_connection((host, port), 2.0).close(),
-                    deadline,
-                    f"connecting to {host}:{port}",
-                    self._stopped,
-                )
+                self._knock(deadline)
                 return
             except OSError as error:
                 # A cluster may give its hosts their names only after they have started.
                 if isinstance(error, socket.gaierror):
-                    problem = f"{host!r} of {self.description} is no known host"
+                    problem = f"{self._host!r} of {self.description} is no known host"
                 if remaining <= 0 or isinstance(error, ConnectTimeout):
                     raise ConnectTimeout(
                         f"{problem} (MASTER_ADDR and MASTER_PORT); start under "
@@ -129,7 +130,16 @@ class TorchrunStore(CellStore[_Stored]):
                     ) from error
             self._stopped.wait(min(_RETRY_SECONDS, remaining))
 
-    def _open(self, host: str, port: int, deadline: float) -> _KeyValues:
+    def _knock(self, deadline: float) -> None:
+        """See that somebody listens; TCPStore's own wait cannot be interrupted."""
+        address = self._host, self._port
+        self._bounded(
+            lambda: socket.create_connection(address, 2.0).close(),
+            deadline,
+            f"connecting to {self._host}:{self._port}",
+        )
+
+    def _open(self, deadline: float) -> _KeyValues:
         begin = time.monotonic()
         try:
             connect_to = importlib.import_module("torch.distributed").TCPStore
@@ -138,7 +148,7 @@ class TorchrunStore(CellStore[_Stored]):
                 "rendezvous env:// needs torch.distributed: pip install torch"
             ) from error
         loaded = time.monotonic()
-        if loaded >= deadline:
+        if begin < deadline <= loaded:
             raise ConnectTimeout(
                 f"loading torch took {loaded - begin:.1f} s, and left no time to reach "
                 f"{self.description}: import torch before, or raise connect_timeout"
@@ -147,19 +157,35 @@ class TorchrunStore(CellStore[_Stored]):
 
         def connect() -> _KeyValues:
             store: _KeyValues = connect_to(
-                host, port, is_master=False, timeout=patience, wait_for_workers=False
+                self._host,
+                self._port,
+                is_master=False,
+                timeout=patience,
+                wait_for_workers=False,
             )
             return store
 
+        begin = time.monotonic()
+        if begin < self._again_at:
+            raise ConnectTimeout(f"{self.description} did not answer as a TCPStore")
         try:
-            return bounded(connect, deadline, "opening the store", self._stopped)
+            store = self._bounded(connect, deadline, "opening the store")
         except TransportUnavailable:
             raise
         except (RuntimeError, ConnectTimeout) as error:
+            # Of each try TCPStore prints where it was made.
+            self._again_at = begin + self._pause
+            self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
             raise ConnectTimeout(
                 f"{self.description} does not answer as a TCPStore: {error}; check "
                 "MASTER_ADDR and MASTER_PORT"
             ) from error
+        self._opened += 1
+        self._pause = MIN_PAUSE_SECONDS
+        self._store = store
+        if self._stopped.is_set():  # another thread closed this meanwhile
+            self._store = None
+        return store
 
     def read(self, name: str) -> tuple[Cell | None, _Stored]:
         key = self._key(name)
@@ -179,29 +205,37 @@ class TorchrunStore(CellStore[_Stored]):
         return Cell(generation, record), _Stored(text, beat)
 
     def swap(self, name: str, token: _Stored, new: Cell) -> bool:
-        if not token.text:
-            self._list(name)
-        if not self._put(name, token, new, 0):
-            return False
-        self._ask(lambda store: store.add(f"{self._prefix}/changes", 1))
-        return True
+        def put_and_tell(store: _KeyValues) -> bool:
+            # On one connection: a store that was begun anew has no list yet.
+            if not token.text:
+                self._list(name, store)
+            if self._stopped.is_set():  # given up meanwhile: it must not come true
+                return False
+            if not self._put(name, token, new, 0, store):
+                return False
+            store.add(f"{self._prefix}/changes", 1)
+            return True
+
+        return self._ask(put_and_tell)
 
     def touch(self, name: str, token: _Stored, cell: Cell) -> bool:
-        return self._put(name, token, cell, token.beat + 1)
+        beat = token.beat + 1
+        return self._ask(functools.partial(self._put, name, token, cell, beat))
 
-    def _put(self, name: str, token: _Stored, cell: Cell, beat: int) -> bool:
+    def _put(
+        self, name: str, token: _Stored, cell: Cell, beat: int, store: _KeyValues
+    ) -> bool:
         record = None if cell.record is None else cell.record.to_json()
         text = json.dumps(
             {"generation": cell.generation, "beat": beat, "record": record}
         )
-        key = self._key(name)
-        raw = self._ask(lambda store: store.compare_set(key, token.text, text))
+        raw = store.compare_set(self._key(name), token.text, text)
         return raw.decode(errors="replace") == text
 
-    def _list(self, name: str) -> None:
+    def _list(self, name: str, store: _KeyValues) -> None:
         """Put the name on the list of names, before it can be held by anybody."""
-        index = self._ask(lambda store: store.add(f"{self._prefix}/names", 1)) - 1
-        self._ask(lambda store: store.set(f"{self._prefix}/name/{index}", name))
+        index = store.add(f"{self._prefix}/names", 1) - 1
+        store.set(f"{self._prefix}/name/{index}", name)
 
     def _names(self) -> list[str]:
         count = self._ask(lambda store: store.add(f"{self._prefix}/names", 0))
@@ -237,7 +271,9 @@ class TorchrunStore(CellStore[_Stored]):
         return entries
 
     def version(self) -> str:
-        return str(self._ask(lambda store: store.add(f"{self._prefix}/changes", 0)))
+        # A store that was begun anew comes to the same numbers again.
+        changes = self._ask(lambda store: store.add(f"{self._prefix}/changes", 0))
+        return f"{self._opened} {changes}"
 
     def close(self) -> None:
         self._stopped.set()
@@ -251,29 +287,42 @@ class TorchrunStore(CellStore[_Stored]):
         return f"{self._prefix}/member/{name}"
 
     def _ask(self, call: Callable[[_KeyValues], T]) -> T:
-        store = self._store
-        if store is None:
+        """Ask the store; once more where it hung up, as every call may be repeated.
+
+        A store that is gone is not waited for: it is looked for by the next request.
+        """
+        if self._stopped.is_set():
             raise PeerLost(f"{self.description} is closed", self.description)
         deadline = self.deadline()
+        store = self._store
         try:
-            self._take_turn(deadline)
-            return bounded(
-                functools.partial(call, store),
-                deadline,
-                "a request",
-                self._stopped,
-                self._turns.release,
-            )
+            if store is not None:
+                try:
+                    return self._bounded(functools.partial(call, store), deadline)
+                except TransportUnavailable:
+                    raise
+                except RuntimeError:  # the connection is broken, and stays so
+                    if self._store is store:
+                        self._store = None
+            self._knock(deadline)
+            store = self._open(deadline)
+            return self._bounded(functools.partial(call, store), deadline)
         except TransportUnavailable as error:
             raise PeerLost(
                 f"{self.description} was not asked: {error}", self.description
             ) from error
-        except (RuntimeError, ConnectTimeout) as error:
+        except (RuntimeError, OSError) as error:
             raise PeerLost(
                 f"{self.description} does not answer: {error}; check that torchrun's "
                 "agent, or the rank that hosts the store, still runs",
                 self.description,
             ) from error
+
+    def _bounded(
+        self, call: Callable[[], T], deadline: float, what: str = "a request"
+    ) -> T:
+        self._take_turn(deadline)
+        return bounded(call, deadline, what, self._stopped, self._turns.release)
 
     def _take_turn(self, deadline: float) -> None:
         while not self._turns.acquire(timeout=0.25):
