@@ -32,7 +32,7 @@ T = TypeVar("T")
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 MAX_LISTED: Final = 1 << 16
-"""Names that may be listed, the same one for each time that two took it at once."""
+"""Places that the list of names may have."""
 
 _ABSENT: Final = "\0"  # neither a name nor a cell
 _RETRY_SECONDS: Final = 0.1
@@ -53,12 +53,23 @@ class _KeyValues(Protocol):
 
     def add(self, key: str, amount: int, /) -> int: ...
 
-    def set(self, key: str, value: str, /) -> None: ...
+
+class _Place(NamedTuple):
+    """A place in the list of names, from when a name is put there until it is free.
+
+    Whoever put the name there frees it again, or else whoever replaces the record that
+    says that it is there; no other name, nor the same one later, has the same nonce.
+    If its process ends in the middle of that, the place is lost.
+    """
+
+    number: int
+    nonce: str
 
 
 class _Stored(NamedTuple):
     text: str
     beat: int
+    place: _Place | None = None
 
 
 class TorchrunStore(CellStore[_Stored]):
@@ -198,44 +209,63 @@ class TorchrunStore(CellStore[_Stored]):
             if type(generation) is not int or type(beat) is not int:
                 raise ValueError("its numbers are none")
             held = fields["record"]
-            record = None if held is None else Record.from_json(held)
+            if held is None:
+                return Cell(generation, None), _Stored(text, beat)
+            place = _Place(*fields["place"])
+            if type(place.number) is not int:
+                raise ValueError("its place is none")
+            return Cell(generation, Record.from_json(held)), _Stored(text, beat, place)
         except (ValueError, KeyError, TypeError) as error:
             self._warn(name, "ignored a malformed record of %r: %s", name, error)
             return Cell(1, None), _Stored(text, 0)
-        return Cell(generation, record), _Stored(text, beat)
 
     def swap(self, name: str, token: _Stored, new: Cell) -> bool:
-        def put_and_tell(store: _KeyValues) -> bool:
-            # On one connection: a store that was begun anew has no list yet.
-            if not token.text:
-                self._list(name, store)
-            if self._stopped.is_set():  # given up meanwhile: it must not come true
-                return False
-            if not self._put(name, token, new, 0, store):
-                return False
-            store.add(f"{self._prefix}/changes", 1)
-            return True
+        return self._ask(functools.partial(self._replace, name, token, new))
 
-        return self._ask(put_and_tell)
+    def _replace(self, name: str, token: _Stored, new: Cell, store: _KeyValues) -> bool:
+        # On one connection: a store that was begun anew has nothing of the list. A name
+        # is on it before it can be held by anybody, and until nobody holds it.
+        place = None if new.record is None else self._take_place(name, store)
+        won = False
+        if not self._stopped.is_set():  # given up meanwhile, it must not come true
+            won = self._put(name, token, _Stored("", 0, place), new, store)
+        # In any case: it may have been done before, and the answer been lost.
+        store.add(f"{self._prefix}/changes", 1)
+        left = token.place if won else place
+        if left is not None:
+            store.compare_set(self._place_key(left.number), f"{left.nonce} {name}", "")
+        return won
 
     def touch(self, name: str, token: _Stored, cell: Cell) -> bool:
-        beat = token.beat + 1
-        return self._ask(functools.partial(self._put, name, token, cell, beat))
+        new = token._replace(beat=token.beat + 1)
+        return self._ask(functools.partial(self._put, name, token, new, cell))
 
     def _put(
-        self, name: str, token: _Stored, cell: Cell, beat: int, store: _KeyValues
+        self, name: str, token: _Stored, new: _Stored, cell: Cell, store: _KeyValues
     ) -> bool:
-        record = None if cell.record is None else cell.record.to_json()
-        text = json.dumps(
-            {"generation": cell.generation, "beat": beat, "record": record}
-        )
+        fields = {
+            "generation": cell.generation,
+            "beat": new.beat,
+            "record": None if cell.record is None else cell.record.to_json(),
+            "place": new.place,
+        }
+        text = json.dumps(fields)
         raw = store.compare_set(self._key(name), token.text, text)
         return raw.decode(errors="replace") == text
 
-    def _list(self, name: str, store: _KeyValues) -> None:
-        """Put the name on the list of names, before it can be held by anybody."""
-        index = store.add(f"{self._prefix}/names", 1) - 1
-        store.set(f"{self._prefix}/name/{index}", name)
+    def _take_place(self, name: str, store: _KeyValues) -> _Place:
+        nonce = os.urandom(8).hex()
+        text = f"{nonce} {name}"
+        count = store.add(f"{self._prefix}/names", 0)
+        number = 0 if count <= MAX_LISTED else count
+        while True:
+            if number >= count:
+                number = store.add(f"{self._prefix}/names", 1) - 1
+            # A place that was freed compares like one that was never taken.
+            raw = store.compare_set(self._place_key(number), "", text)
+            if raw.decode(errors="replace") == text:
+                return _Place(number, nonce)
+            number += 1
 
     def _names(self) -> list[str]:
         count = self._ask(lambda store: store.add(f"{self._prefix}/names", 0))
@@ -246,10 +276,11 @@ class TorchrunStore(CellStore[_Stored]):
                 self.description,
             )
         found = [
-            self._ask(functools.partial(_read_key, f"{self._prefix}/name/{index}"))
-            for index in range(count)
+            self._ask(functools.partial(_read_key, self._place_key(number)))
+            for number in range(count)
         ]
-        return sorted(set(found) - {_ABSENT})
+        names = {text.partition(" ")[2] for text in found}
+        return sorted(names - {""})
 
     def entry(self, cell: Cell, token: _Stored) -> Entry | None:
         if cell.record is None:
@@ -285,6 +316,9 @@ class TorchrunStore(CellStore[_Stored]):
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/member/{name}"
+
+    def _place_key(self, number: int) -> str:
+        return f"{self._prefix}/name/{number}"
 
     def _ask(self, call: Callable[[_KeyValues], T]) -> T:
         """Ask the store; once more where it hung up, as every call may be repeated.
