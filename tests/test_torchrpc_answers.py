@@ -49,6 +49,23 @@ def answers(*futures: Any) -> list[Any]:
 # -- of the calls of a peer ----------
 
 
+@pytest.mark.parametrize(("nbytes", "keep"), [(1, True), (MOST + 1, False)])
+def test_nothing_is_made_while_the_meshs_thread_may_wait(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, keep: bool
+) -> None:
+    """It may begin a collection of garbage, in which a destructor calls the queue."""
+    side = arrivals()
+    made: list[bool] = []
+
+    def future(*arguments: Any) -> Any:
+        made.append(side._lock.locked())
+        return torch.futures.Future()
+
+    monkeypatch.setattr(calls, "Future", {Any: future})
+    assert not side.take(batch(0, b"a"), nbytes, keep).done()
+    assert made == [False]
+
+
 def test_the_newest_call_waits_for_a_batch() -> None:
     """The next call answers the one before; one that does not wait does so, too."""
     side = arrivals()

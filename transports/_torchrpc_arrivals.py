@@ -74,6 +74,10 @@ class Arrivals:
             A future of the answer: True, False where the connection is closed, or a
             batch.
         """
+        # Before the lock is taken: what is made may begin a collection of garbage, and
+        # a destructor call a queue, which waits for the mesh's thread.
+        scarce = 2 * (self._backlog + nbytes) > self._most
+        future = calls.Future[Any]() if keep or scarce else None
         answer = None
         with self._lock:
             if self._closed:
@@ -81,11 +85,11 @@ class Arrivals:
             self._backlog += nbytes
             self._agent.heap.received += nbytes
             before, self._kept = self._kept, None
-            if self._backlog > self._most:
-                answer = calls.Future[Any]()
+            if future is not None and self._backlog > self._most:
+                answer = future
                 self._held.append(answer)
             elif keep:
-                answer = self._kept = calls.Future[Any]()
+                answer = self._kept = future
             self._arrived.append(batch)
         self._notice()
         if before is not None and not before.done():
