@@ -561,6 +561,23 @@ def test_who_could_not_be_greeted_in_time_is_named() -> None:
             mq.connect("tcp", name="c", connect_timeout=1.5, **where)
 
 
+@pytest.mark.parametrize("backend", ["inproc", "shm", "tcp", "zmq"])
+def test_a_process_without_room_for_a_thread_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """And keeps nothing of the try, as every test."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "mq-keeper":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        mq.connect(backend, group="no threads", name="a")
+
+
 def test_who_could_not_join_keeps_nothing_of_whom_it_met() -> None:
     """No test leaves a descriptor, as that which tells when a peer's process ends."""
     where: dict[str, Any] = {"group": f"met-{os.getpid()}"}

@@ -100,12 +100,13 @@ class Lead:
         self._keeper.start()
 
     def stop(self) -> None:
-        """End the keeper and wait for it."""
+        """End the keeper, if it was started, and wait for it."""
         with self.lock:
             self._stop = True
             self._ring()
         self.poller.wake()
-        if threading.current_thread() is not self._keeper:
+        begun = self._keeper.ident is not None
+        if begun and threading.current_thread() is not self._keeper:
             self._keeper.join(5.0)
 
     def abandon(self) -> None:
