@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import random
@@ -11,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -450,6 +452,102 @@ def test_survivors_take_over_from_a_killed_host() -> None:
                         or not two.renew(theirs)
                     )
                 )
+
+
+def _refuse_descriptor(*_: object) -> Any:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def _refuse_thread(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("place", "refusal"),
+    [
+        ("selectors.DefaultSelector", _refuse_descriptor),
+        ("os.pipe", _refuse_descriptor),
+        ("threading.Thread.start", _refuse_thread),
+    ],
+)
+def test_who_cannot_host_for_a_while_does_so_later(
+    place: str,
+    refusal: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The system refuses it a descriptor or a thread; the address stays free."""
+    port = free_port()
+    with process_of(_host, port, False) as (host, pipe):
+        assert pipe.recv() == "hosting"
+        with contextlib.closing(meet(port, timeout=0.5)) as survivor:
+            mine = survivor.claim(record("survivor", "1")).record
+            with monkeypatch.context() as patch:
+                patch.setattr(place, refusal)
+                host.kill()
+                host.join(DEADLINE)
+                eventually(lambda: "nor can this process host one" in caplog.text)
+                with socket.socket() as other:
+                    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    eventually(lambda: _binds(other, port))
+            eventually(lambda: survivor.renew(mine) and bool(survivor.recent()))
+            with contextlib.closing(meet(port)) as newcomer:
+                assert names(newcomer) == ["survivor"]
+
+
+def _binds(sock: socket.socket, port: int) -> bool:
+    try:
+        sock.bind(("127.0.0.1", port))
+    except OSError:  # just being tried again
+        return False
+    return True
+
+
+class _NoThread(threading.Thread):
+    def start(self) -> None:
+        if self.name == "mq-rendezvous" and type(self._target) is types.MethodType:
+            raise RuntimeError("can't start new thread")
+        super().start()
+
+
+@pytest.mark.parametrize(
+    ("place", "instead", "limit"),
+    [
+        ("selectors.DefaultSelector", _refuse_descriptor, "n"),
+        ("os.pipe", _refuse_descriptor, "n"),
+        ("threading.Thread", _NoThread, "u"),
+    ],
+)
+def test_a_service_that_cannot_start_leaves_nothing_open(
+    place: str,
+    instead: Any,
+    limit: str,
+    runtime: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does the directory with the key stay."""
+    monkeypatch.setattr(place, instead)
+    port = free_port()
+    said = rf"cannot serve.*raise `ulimit -{limit}`"
+    with pytest.raises(TransportUnavailable, match=said):
+        tcp.serve("127.0.0.1", port)
+    assert list(runtime.iterdir()) == []
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_an_unforeseen_error_ends_no_thread_of_a_rendezvous(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told with its traceback, and what comes next is done."""
+    with contextlib.closing(meet(free_port())) as member:
+        mine = member.claim(record("x")).record
+        with monkeypatch.context() as patch:
+            patch.setattr(member._store, "renew", lambda _: 1 // 0)
+            assert member.renew(mine)
+            eventually(lambda: "ZeroDivisionError" in caplog.text)
+        assert member.renew(mine)
+        eventually(lambda: [e.record for e in member.recent()] == [mine])
 
 
 def test_who_joins_during_a_hand_over_misses_nobody(

@@ -211,6 +211,10 @@ class Rendezvous:
             if not self._is_failing and not self._is_closing:
                 _log.warning("%s; sessions go on, and it is tried again", error)
             self._is_failing = True
+        except Exception:  # the thread, or the caller's, has more to do than this
+            if not self._is_failing:
+                _log.exception("the rendezvous at %s failed", self.description)
+            self._is_failing = True
         else:
             self._is_failing = False
 

@@ -65,7 +65,10 @@ class Service:
         secret: What clients must know, at least one byte.
         succeeds: Whether clients of an earlier service may still have to come over.
         records: Of members that are known to be there, by group.
-        on_close: Called once when the service is closed.
+        on_close: Called once when the service is closed, or could not be started.
+
+    Raises:
+        OSError, RuntimeError: The system has no descriptor or no thread for it.
     """
 
     def __init__(
@@ -92,17 +95,23 @@ class Service:
         self._warn = WarnOnce()
         self._closing = False
         self._close_lock = threading.Lock()
-        self._wake_reader, self._wake_writer = os.pipe()
-        listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._accepting = True
-        forks.register(self)
-        self._thread = threading.Thread(
-            target=self._run, name="mq-rendezvous", daemon=True
-        )
-        self._thread.start()
+        self._wake_reader = self._wake_writer = -1
+        with contextlib.ExitStack() as undo:
+            undo.callback(on_close)
+            undo.callback(listener.close)
+            self._selector = selectors.DefaultSelector()
+            undo.callback(self.abandon)
+            forks.register(self)
+            self._wake_reader, self._wake_writer = os.pipe()
+            listener.setblocking(False)
+            self._selector.register(self._wake_reader, selectors.EVENT_READ)
+            self._selector.register(listener, selectors.EVENT_READ)
+            self._accepting = True
+            self._thread = threading.Thread(
+                target=self._run, name="mq-rendezvous", daemon=True
+            )
+            self._thread.start()
+            undo.pop_all()
 
     @property
     def is_serving(self) -> bool:

@@ -22,9 +22,11 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from mq.addresses import has_link, is_loopback, look_up
+from mq.descriptors import out_of_descriptors
 from mq.errors import (
     AuthenticationFailed,
     ConnectTimeout,
+    MQError,
     PeerLost,
     TransportUnavailable,
 )
@@ -97,26 +99,34 @@ def serve(host: str, port: int, secret: bytes | None = None) -> Service:
 
     Raises:
         TransportUnavailable: The address is in use or not this host's, or is routable
-            and there is no secret.
+            and there is no secret; or this process can have no descriptor or thread.
     """
     deadline = time.monotonic() + _SERVE_SECONDS
     address = _resolve(host, port, deadline, threading.Event())
     try:
         listener, succeeds = listen(*address)
-    except OSError as error:
-        raise TransportUnavailable(
-            f"cannot serve a rendezvous at {address}: {error.strerror}; choose an "
-            "address of this host that no other program uses"
-        ) from error
-    if secret:
-        return Service(listener, secret, succeeds)
-    try:
-        bound = Address(address.family, listener.getsockname())
-        keyring = _open_keyring(bound, _SERVE_SECONDS)
-    except BaseException:
-        listener.close()
+        if secret:
+            return Service(listener, secret, succeeds)
+        try:
+            bound = Address(address.family, listener.getsockname())
+            keyring = _open_keyring(bound, _SERVE_SECONDS)
+        except BaseException:
+            listener.close()
+            raise
+        return Service(listener, keyring.secret, succeeds, on_close=keyring.close)
+    except MQError:
         raise
-    return Service(listener, keyring.secret, succeeds, on_close=keyring.close)
+    except OSError as error:
+        why = error.strerror
+        remedy = out_of_descriptors(error) or (
+            "choose an address of this host that no other program uses"
+        )
+        problem: Exception = error
+    except RuntimeError as error:
+        why, remedy, problem = str(error), "end some, or raise `ulimit -u`", error
+    raise TransportUnavailable(
+        f"cannot serve a rendezvous at {address}: {why}; {remedy}"
+    ) from problem
 
 
 class TcpStore(Store):
@@ -289,20 +299,27 @@ class TcpStore(Store):
                 raise
             except OSError as error:
                 self._has_met |= not isinstance(error, ConnectionRefusedError)
-                reason = error
+                reason: Exception = error
+                why = str(error)
             remaining = deadline - time.monotonic()
             if remaining > 0 and not self._stopped.is_set():
-                if self._host():
-                    continue
+                try:
+                    if self._host():
+                        continue
+                except (OSError, RuntimeError) as error:
+                    reason = error
+                    why += f", nor can this process host one: {error}"
                 self._stopped.wait(min(_RETRY_SECONDS, remaining))
             # No further attempt after the deadline, which would say only that.
             if self._stopped.is_set() or time.monotonic() >= deadline:
                 raise ConnectTimeout(
-                    f"no rendezvous service answers at {self._address}: {reason}; "
-                    f"{self._remedy()}"
+                    f"no rendezvous service answers at {self._address}: {why}; "
+                    f"{self._remedy(reason)}"
                 ) from reason
 
-    def _remedy(self) -> str:
+    def _remedy(self, reason: Exception) -> str:
+        if isinstance(reason, OSError) and (remedy := out_of_descriptors(reason)):
+            return remedy
         is_own = self._service is not None or is_loopback(self._address.sockaddr[0])
         if is_own and not has_link("lo"):
             return (
@@ -315,7 +332,11 @@ class TcpStore(Store):
         )
 
     def _host(self) -> bool:
-        """Become the host if the address is ours and free."""
+        """Become the host if the address is ours and free.
+
+        Raises:
+            OSError, RuntimeError: The system has no descriptor or no thread for it.
+        """
         if self._service is not None:
             if self._service.is_serving:
                 return False
