@@ -63,13 +63,14 @@ def here() -> ProcessId:
     return ProcessId(
         host=socket.gethostname() or "localhost",
         pid=os.getpid(),
-        boot_id=_boot_id(),
+        boot_id=boot_id(),
         pid_namespace=namespace,
         started=stat.started if stat is not None else 0,
     )
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """The kernel's random id of this boot; "" where it cannot be known."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()

@@ -13,4 +13,5 @@ def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Socket files go where no other test looks, under a short path."""
     with tempfile.TemporaryDirectory(prefix="links-") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
         yield directory

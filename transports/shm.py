@@ -349,7 +349,6 @@ class ShmLink(StreamLink):
     def abandon(self) -> None:
         super().abandon()
         self._close_spare()
-        self._files.abandon()
 
     def close(self, linger: float = LINGER_SECONDS) -> None:
         super().close(linger)

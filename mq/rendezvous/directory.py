@@ -217,7 +217,10 @@ class DirectoryStore(CellStore[_File]):
 
     def _sweep_groups(self) -> None:
         """Remove the directories of groups whose last member was killed long ago."""
+        paths.sweep_sockets(self._base)
         for name in os.listdir(self._base):
+            if name.startswith(paths.SOCKETS):
+                continue
             path = os.path.join(self._base, name)
             with contextlib.suppress(OSError):  # in use, or no directory of a group
                 age = time.time() - os.lstat(os.path.join(path, "lock")).st_mtime

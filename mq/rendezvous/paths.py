@@ -1,4 +1,4 @@
-"""Where the directories of groups are, and that nobody else can enter them."""
+"""Where the directories of a user are, and that nobody else can enter them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import fcntl
 import hashlib
 import os
 import re
+import secrets
 import stat
 import tempfile
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from mq import process
 from mq.errors import TransportUnavailable
+
+SOCKETS: Final = "s."
+"""What directories of socket files begin with, as no `safe_name` does."""
 
 _MAX_PATH: Final = 70  # a unix socket's path has at most 107 bytes, with its name
 
@@ -118,10 +123,10 @@ def make_private(path: str, *, shared: bool) -> None:
 
 
 def remove_if_deserted(path: str) -> None:
-    """Remove a group's directory of which nobody holds the lock.
+    """Remove a directory of which nobody holds the lock.
 
     Raises:
-        OSError: It is in use, or no directory of a group.
+        OSError: It is in use, or has no lock.
     """
     lock = os.path.join(path, "lock")
     fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -134,8 +139,36 @@ def remove_if_deserted(path: str) -> None:
     os.rmdir(path)
 
 
+def new_sockets_name() -> str:
+    """A name for a directory of socket files that one process holds the lock of."""
+    return f"{_sockets_prefix()}{secrets.token_hex(6)}"
+
+
+def _sockets_prefix() -> str:
+    return f"{SOCKETS}{process.boot_id().replace('-', '')[:12]}."
+
+
+def sweep_sockets(base: str) -> None:
+    """Remove the directories of socket files whose processes have ended.
+
+    The kernel gives a lock back with the process, in whatever namespace that is. But
+    only with one of its own: other hosts may see the directory as well.
+    """
+    if not process.boot_id():
+        return
+    for name in os.listdir(base):
+        if not name.startswith(_sockets_prefix()):
+            continue
+        path = os.path.join(base, name)
+        with contextlib.suppress(OSError):  # in use
+            try:
+                remove_if_deserted(path)
+            except FileNotFoundError:  # left before it was locked; else not empty
+                os.rmdir(path)
+
+
 def remove_files(path: str) -> None:
-    """Empty a group's directory, as far as that can be done."""
+    """Empty a directory, as far as that can be done."""
     for name in sorted(os.listdir(path), key="lock".__eq__):  # the lock comes last
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(path, name))

@@ -5,11 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import tempfile
+from fcntl import LOCK_NB, LOCK_SH, flock
 from typing import Final
 
+from mq import forks
+from mq.errors import TransportUnavailable
+from mq.log import Log
+from mq.rendezvous import paths
+
+logger = Log(__name__)
+
 _TOKEN_BYTES: Final = 6
+_ATTEMPTS: Final = 100  # each fails only if another process sweeps or leaves just then
 
 
 class SocketFiles:
@@ -23,6 +31,9 @@ class SocketFiles:
         self._suffix = suffix
         self._paths: list[str] = []
         self._own_directory = ""
+        self._base = ""
+        self._lock_fd: int | None = None
+        forks.register(self)
 
     def new(self, directory: str | None) -> str:
         """A path that nobody has.
@@ -31,10 +42,57 @@ class SocketFiles:
             directory: Of mode 0700, as for `Link.open`; None: one is made.
         """
         if directory is None:
-            self._own_directory = self._own_directory or tempfile.mkdtemp(prefix="mq-")
+            if not self._own_directory:
+                self._make_directory()
             directory = self._own_directory
         name = f"{secrets.token_hex(_TOKEN_BYTES)}.{self._suffix}"
         return os.path.join(directory, name)
+
+    def _make_directory(self) -> None:
+        """Make one that others sweep once this process has ended, if that can be."""
+        try:
+            base = paths.local_base()
+            for _ in range(_ATTEMPTS):
+                paths.make_private(base, shared=False)
+                with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                    paths.sweep_sockets(base)
+                    if self._lock_directory(base):
+                        return
+            problem: object = f"{base} was being removed"
+        except (TransportUnavailable, OSError) as error:
+            problem = error
+        self._own_directory = tempfile.mkdtemp(prefix="mq-")
+        logger.warning(
+            "socket files are in %s, which would stay if this process was killed: %s",
+            self._own_directory,
+            problem,
+        )
+
+    def _lock_directory(self, base: str) -> bool:
+        path = os.path.join(base, paths.new_sockets_name())
+        os.mkdir(path, 0o700)
+        try:
+            return self._lock(base, path)
+        except (FileNotFoundError, BlockingIOError):
+            raise
+        except OSError:  # such as of a file system without locks: nobody sweeps there
+            _remove(path, base)
+            raise
+
+    def _lock(self, base: str, path: str) -> bool:
+        lock = os.path.join(path, "lock")
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            flock(fd, LOCK_SH | LOCK_NB)
+            # Else a sweeper was quicker, which saw nobody's lock on it.
+            if os.path.samestat(os.fstat(fd), os.lstat(lock)):
+                self._own_directory, self._base = path, base
+                self._lock_fd, fd = fd, -1
+                return True
+            return False
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
     def add(self, path: str) -> None:
         """A socket of the link listens there."""
@@ -48,11 +106,23 @@ class SocketFiles:
         while self._paths:
             with contextlib.suppress(OSError):
                 os.unlink(self._paths.pop())
-        if self._own_directory:
-            shutil.rmtree(self._own_directory, ignore_errors=True)
-            self._own_directory = ""
+        directory, base = self._own_directory, self._base
+        if directory:
+            self.abandon()  # first, for NFS keeps the names of open files
+            _remove(directory, base)
 
     def abandon(self) -> None:
         """In a forked child: they are the parent's to remove."""
         self._paths.clear()
-        self._own_directory = ""
+        self._own_directory = self._base = ""
+        fd, self._lock_fd = self._lock_fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def _remove(directory: str, base: str) -> None:
+    with contextlib.suppress(OSError):
+        paths.remove_files(directory)
+        os.rmdir(directory)
+        if base:
+            os.rmdir(base)  # others may have something there
