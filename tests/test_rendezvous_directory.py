@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,42 @@ def test_a_malformed_record_is_ignored_with_one_warning(
             assert names(two) == names(two) == []
             assert two.claim(record("x", "b")).holder is None
         assert caplog.text.count("malformed record") == 1
+
+
+def _make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.symlink_to("/dev/null"),
+        Path.mkdir,
+        os.mkfifo,
+        _make_socket,
+    ],
+    ids=["symlink", "directory", "fifo", "socket"],
+)
+def test_what_is_no_file_is_ignored_with_one_warning(
+    make: Callable[[Path], object], runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps nobody out, and nobody from the name that it stands for."""
+    with contextlib.closing(meet(None)) as one:
+        one.claim(record("x"))
+        assert one.directory is not None
+        (file,) = Path(one.directory).glob("m-*")
+        file.unlink()
+        make(file)
+        with contextlib.closing(meet(None)) as two, caplog.at_level(logging.WARNING):
+            assert names(two) == names(two) == []
+            mine = two.claim(record("x", "b"))
+            assert mine.holder is None
+            assert names(two) == ["x"]
+            assert two.renew(mine.record)
+        assert caplog.text.count(f"{file}: it is no regular file") == 1
+        if file.is_dir():
+            file.rmdir()
 
 
 @contextlib.contextmanager

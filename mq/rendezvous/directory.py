@@ -298,7 +298,7 @@ class DirectoryStore(CellStore[_File]):
             try:
                 cell, token = self._load(file)
                 if token.renewed > now:  # the clock was set back
-                    os.utime(self._file(file))
+                    os.utime(self._file(file), follow_symlinks=False)
             except FileNotFoundError:  # given back, or taken over, in this moment
                 continue
             age = max(0.0, now - token.renewed)
@@ -327,17 +327,19 @@ class DirectoryStore(CellStore[_File]):
         if file in self._parsed:  # what is under a name never changes
             renewed = os.lstat(self._file(file)).st_mtime
             return Cell(_generation(file), self._parsed[file]), _File(file, renewed)
-        text, renewed = read_file(self._file(file), MAX_RECORD_BYTES)
-        record = None
-        if text:
-            try:
-                record = Record.from_json(text)
-                if _hash(record.name) != file.rpartition("-")[0]:
-                    raise ValueError(f"it is the record of {record.name!r}")
-            except ValueError as error:
-                record = None
-                path = self._file(file)
-                self._warn(file, "ignored the malformed record %s: %s", path, error)
+        record, path = None, self._file(file)
+        found = os.lstat(path)
+        renewed = found.st_mtime
+        try:
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("it is no regular file")
+            text, renewed = read_file(path, MAX_RECORD_BYTES)
+            record = Record.from_json(text) if text else None
+            if record is not None and _hash(record.name) != file.rpartition("-")[0]:
+                raise ValueError(f"it is the record of {record.name!r}")
+        except ValueError as error:
+            record = None
+            self._warn(file, "ignored the malformed record %s: %s", path, error)
         self._parsed[file] = record
         return Cell(_generation(file), record), _File(file, renewed)
 
@@ -368,7 +370,7 @@ class DirectoryStore(CellStore[_File]):
         return os.stat(self._file("lock")).st_mtime
 
     def _unlink(self, file: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(self._file(file))
 
     def _sockets(self, record: Record | None) -> list[str]:
