@@ -30,6 +30,8 @@ class ProcessId:
         pid: Process id in its own pid namespace.
         boot_id: The kernel's random id of this boot; "" where it cannot be known.
         pid_namespace: Inode of the pid namespace; 0 where it cannot be known.
+        time_namespace: Inode of the time namespace, by whose clock `started` is; 0
+            where the kernel has none.
         started: Start of the process in clock ticks since boot; 0 where unknown.
     """
 
@@ -37,15 +39,17 @@ class ProcessId:
     pid: int
     boot_id: str
     pid_namespace: int
+    time_namespace: int
     started: int
 
     def same_kernel(self, other: ProcessId) -> bool:
-        """Whether a process id of one means the same process to the other."""
+        """Whether pid and start of one mean the same process to the other."""
         return (
             self.boot_id != ""
             and self.pid_namespace != 0
             and self.boot_id == other.boot_id
             and self.pid_namespace == other.pid_namespace
+            and self.time_namespace == other.time_namespace
         )
 
     def is_same(self, other: ProcessId) -> bool:
@@ -55,18 +59,22 @@ class ProcessId:
 
 def here() -> ProcessId:
     """The identity of the calling process; asked anew, so right after a fork too."""
-    try:
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        namespace = 0
     stat = _read_stat("self")
     return ProcessId(
         host=socket.gethostname() or "localhost",
         pid=os.getpid(),
         boot_id=boot_id(),
-        pid_namespace=namespace,
+        pid_namespace=_namespace("pid"),
+        time_namespace=_namespace("time"),
         started=stat.started if stat is not None else 0,
     )
+
+
+def _namespace(kind: str) -> int:
+    try:
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    except OSError:
+        return 0
 
 
 def boot_id() -> str:
@@ -142,7 +150,7 @@ class ProcessWatch:
 
         Returns:
             True is proof. False: the very process runs. None: nothing can be proven
-            from here (another host or pid namespace, or /proc hides it).
+            from here (another host or namespace, or /proc hides it).
         """
         if not self._comparable or self._ended:
             return True if self._ended else None

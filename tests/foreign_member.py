@@ -93,6 +93,7 @@ def greeting(group: str, name: str, backend: str) -> dict[str, Any]:
             "pid": os.getpid(),
             "boot_id": "",
             "pid_namespace": 0,
+            "time_namespace": 0,
             "started": 0,
         },
         "labels": [],

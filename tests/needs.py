@@ -14,7 +14,7 @@ NEEDS = {
     "gpu": "sees no CUDA device|no CUDA device|no GPU",
     "ipv6": "no IPv6",
     "memory": "MiB of memory",
-    "namespace": "no mount namespace|no network namespace|no unshare",
+    "namespace": "no (mount|network|time) namespace|no unshare",
     "root": "only root",
 }
 """What may be asked for, and how the reasons of the tests that lack it read."""

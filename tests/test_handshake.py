@@ -368,7 +368,7 @@ def test_greetings_tell_all_that_a_peer_needs() -> None:
         {"incarnation": "\0" * 32},
         {"labels": ["\x1b[2J"]},
         {"addresses": ["tcp://\0"]},
-        {"process": ProcessId("a\rb", 1, "", 0, 0)},
+        {"process": ProcessId("a\rb", 1, "", 0, 0, 0)},
     ],
 )
 def test_a_greeting_that_nobody_could_print_is_malformed(change: Any) -> None:

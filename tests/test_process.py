@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,14 +91,42 @@ def test_a_reused_pid_is_another_process(shift: int) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"boot_id": "another"}, {"boot_id": ""}, {"pid_namespace": 1}, {"pid": 0}],
+    [
+        {"boot_id": "another"},
+        {"boot_id": ""},
+        {"pid_namespace": 1},
+        {"time_namespace": 1},
+        {"pid": 0},
+    ],
 )
 def test_nothing_is_known_of_incomparable_processes(change: dict[str, int]) -> None:
-    """A process of another boot or pid namespace is never declared dead or alive."""
+    """A process of another boot or namespace is never declared dead or alive."""
     me = process.here()
     watch = ProcessWatch(dataclasses.replace(me, **change))  # type: ignore[arg-type]
     assert watch.ended() is None
     assert watch.fileno() is None
+
+
+def test_nothing_is_known_across_time_namespaces() -> None:
+    """There the same start of a process reads as another one."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make time namespaces")
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare to make a time namespace with")
+    code = "import sys; from mq.process import here; print(here(), flush=True)"
+    inside = ["unshare", "--time", "--boottime", "100000", sys.executable, "-c"]
+    command = [*inside, f"{code}; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as running:
+        try:
+            assert running.stdout is not None
+            said = running.stdout.readline()
+            if not said:
+                pytest.skip("no time namespace here")
+            watch = ProcessWatch(eval(said))
+            assert watch.ended() is None
+            watch.close()
+        finally:
+            running.kill()
 
 
 @pytest.mark.parametrize("pid", [2**31, 2**40, 2**63])

@@ -361,7 +361,7 @@ class World:
             "name": key,
             "incarnation": incarnation(key, generation),
             "backend": "script",
-            "process": ProcessId("host", pid, "boot", 1, pid),
+            "process": ProcessId("host", pid, "boot", 1, 1, pid),
             "since": self.now,
             "generation": generation,
             "addresses": [f"script://{key}-{generation}"],

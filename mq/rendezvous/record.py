@@ -168,6 +168,7 @@ def _check_process(process: object) -> None:
         _check_text("process.boot_id", process.boot_id, 64)
     _check_whole("process.pid", process.pid)
     _check_whole("process.pid_namespace", process.pid_namespace)
+    _check_whole("process.time_namespace", process.time_namespace)
     _check_whole("process.started", process.started)
 
 
