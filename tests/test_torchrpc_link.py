@@ -294,7 +294,9 @@ def test_a_dialled_stranger_is_lost_in_time(answer: bytes) -> None:
         with other:
             other.sendall(answer)
             world.lost(0, conn)
-        expected = "a note of" if answer else "no greeting within 0.3 s"
+        expected = (
+            "not the protocol of torchrpc" if answer else "no greeting within 0.3 s"
+        )
         assert expected in world.members[0].events[0].reason
 
 

@@ -233,7 +233,10 @@ class Control:
             return None
         (length,) = _LENGTH.unpack_from(self._received)
         if not 0 < length <= NOTE_BYTES:
-            raise BadNote(f"a note of {length} bytes")
+            raise BadNote(
+                f"what it says is not the protocol of torchrpc: a note of {length} "
+                "bytes; the address may be another program's, or another backend's"
+            )
         stop = _LENGTH.size + length
         if len(self._received) < stop:
             return None
