@@ -20,8 +20,7 @@ from bench.peer import Metrics, Peer, Unusable
 from bench.rows import Cell, Result, Usage, percentiles
 from bench.runner import Conversation, run_cell
 from bench.workloads import lossy_silence
-from mq import registry
-from mq.rendezvous import paths
+from mq import paths, registry
 
 RAW_ZMQ = ["raw:zmq:ipc", "raw:zmq:tcp"]
 RAW = ["raw:nng:ipc", "raw:nng:tcp", *RAW_ZMQ, "raw:torchrpc", "raw:torchrpc:tcp"]

@@ -32,9 +32,9 @@ from meeting import (
     runtime,
 )
 
+from mq import paths as place
 from mq.errors import PeerLost, TransportUnavailable
 from mq.rendezvous import Rendezvous
-from mq.rendezvous import paths as place
 from mq.rendezvous.directory import DirectoryStore
 
 __all__ = ["runtime"]  # fixtures

@@ -18,8 +18,7 @@ from meeting import DEADLINE, meet, process_of, runtime
 from nng_links import nng_runs
 
 import mq
-from mq import process
-from mq.rendezvous import paths
+from mq import paths, process
 from mq.stream import files
 from mq.stream.files import SocketFiles
 

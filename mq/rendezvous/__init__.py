@@ -338,7 +338,8 @@ def open_rendezvous(
 def _open_store(
     spec: str | None, group: str, secret: bytes | None, timeout: float, until: float
 ) -> Store:
-    from mq.rendezvous import directory, paths
+    from mq import paths
+    from mq.rendezvous import directory
 
     if spec is None:
         base = paths.local_base()

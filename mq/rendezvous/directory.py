@@ -28,11 +28,10 @@ import time
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from mq import forks
+from mq import forks, paths
 from mq.addresses import has_listener
 from mq.descriptors import out_of_descriptors
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
-from mq.rendezvous import paths
 from mq.rendezvous.files import publish_file, read_file
 from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
 from mq.rendezvous.store import CellStore, WarnOnce

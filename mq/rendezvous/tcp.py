@@ -30,10 +30,10 @@ from mq.errors import (
     PeerLost,
     TransportUnavailable,
 )
+from mq.paths import local_base
 from mq.rendezvous.channel import Address, Channel
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.memory import MAX_NAMES
-from mq.rendezvous.paths import local_base
 from mq.rendezvous.record import Claim, Entry, Record
 from mq.rendezvous.service import Service, listen
 from mq.rendezvous.store import Store, bounded

@@ -9,10 +9,9 @@ import tempfile
 from fcntl import LOCK_NB, LOCK_SH, flock
 from typing import Final
 
-from mq import forks
+from mq import forks, paths
 from mq.errors import TransportUnavailable
 from mq.log import Log
-from mq.rendezvous import paths
 
 logger = Log(__name__)
 
