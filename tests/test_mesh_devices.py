@@ -242,6 +242,27 @@ def test_a_device_without_room_is_the_reason_of_what_is_lost(
         assert str(told).endswith(f"this member gave 'a' up: {told.reason}")
 
 
+@pytest.mark.parametrize("error", [ValueError, MemoryError])
+def test_a_retained_message_that_does_not_land_is_given_up_once(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """It would end each further session, too; others come in the next."""
+    world = World("a", "b", carries={"a": 2, "b": 2}, peer_timeout=4.0)
+    assert world["a"].publish("t", CONTENT, retain=True, areas=AREAS)
+
+    def failed(landing: Landing, start: int, piece: Piece) -> None:
+        raise error("an assert on cuda:7")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Landing, "add", failed)
+        world["b"].subscribe("t")
+        world.advance(60.0)
+    assert world["b"].mesh.stats.forgotten == 1
+    notice = _loss_before_the_next(world)
+    assert notice.reason.endswith("an assert on cuda:7")
+    assert notice.count == 1
+
+
 def _broken(piece: Piece, view: memoryview) -> None:
     raise RuntimeError("CUDA error: an assert\nCompile with TORCH_USE_CUDA_DSA")
 

@@ -14,11 +14,12 @@ class Ended(NamedTuple):
     Attributes:
         newest: Sequence of the last message that came, or before the retained one that
             was still to come: newer retained messages are wanted. That one, too, unless
-            there was no memory for it: it would end the next session as it ended this.
+            there was no memory or device for it: it would end the next session as it
+            ended this.
         owed: The last sequence that was owed until then: what was published after it
             is lost, unless it comes.
         reason: Why this member gave it up; "" where it gave this member up.
-        starved: Whether the retained message is lost for lack of memory.
+        starved: Whether the retained message is lost for lack of that.
     """
 
     newest: int

@@ -13,14 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from mq.borrowing import Key, Returns, arm, is_borrowed
-from mq.buffers import copy, keep
-from mq.frames import ARRAY_ALIGNMENT
-from mq.mappings import address
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.copying import Borrow, counter_of
 from mq.mesh.large import Take
-from mq.mesh.stream import Stream
+from mq.mesh.stream import Stream, kept
 from mq.mesh.wire import Chunk, Lent, Malformed
 from mq.speed import know_arrivals
 
@@ -103,7 +100,7 @@ class Source:
         taken: Sequence of the last message that `recv` took.
         first: The first sequence published since the subscription began.
         retained: Of the retained message that comes before it, or -1.
-        starved: Of the message for which there was no memory, or -1.
+        starved: Of the message for which there was no memory, or no device, or -1.
         kept: For keep-last, the newest n messages not yet taken.
         lent: Messages that lie in the publisher's memory and were not released, by
             sequence, each with the token of the view that counts.
@@ -339,7 +336,7 @@ class Source:
             return None
         stream = self._stream
         if body is not None:
-            stream, take = None, partial(_kept, body, take)
+            stream, take = None, partial(kept, body, take)
         if chunk.offset == 0 and (stream is None or stream.sequence != chunk.sequence):
             self._check_turn(chunk.sequence)
             if chunk.total > limit:
@@ -359,11 +356,14 @@ class Source:
         """Put a tensor in its place, after `place` has taken what came with it.
 
         Raises:
-            Malformed: It does not fit to those before it.
+            Malformed: It does not fit to those before it, or cannot be had.
+            MemoryError: There was no memory for it.
         """
         stream = self._stream
         if stream is not None and stream.sequence == place.chunk.sequence:
+            self.starved = stream.sequence  # until the device takes it
             stream.land(place, piece)
+            self.starved = -1
 
     def placed(self, chunk: Chunk, nbytes: int, last: bool, fifo: deque[Item]) -> None:
         """The body of a chunk is in its place; the last one completes the message."""
@@ -378,15 +378,6 @@ class Source:
                 fifo, Run(self, chunk.sequence, (chunk.published_at,), [content])
             )
             self._stream = None
-
-
-def _kept(body: memoryview, take: Take, nbytes: int) -> memoryview:
-    """A message where it arrived, or a copy where its arrays would not be aligned."""
-    if not address(body) % ARRAY_ALIGNMENT:
-        return keep(body)
-    area = take(nbytes)
-    copy(body, area)
-    return area
 
 
 class Arrivals(NamedTuple):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mq.frames import Spread
+from mq.buffers import copy, keep
+from mq.frames import ARRAY_ALIGNMENT, Spread
+from mq.mappings import address
 from mq.mesh import wire
 from mq.mesh.large import Take
 from mq.mesh.wire import Chunk, Malformed
@@ -76,7 +78,8 @@ class Stream:
         """Put a tensor in its place.
 
         Raises:
-            Malformed: It does not fit to those before it, or finds no room.
+            Malformed: It does not fit to those before it, or finds no room there.
+            MemoryError: It found none to arrive.
         """
         landings, filled, last = self._landed
         area = len(landings) - 1
@@ -121,3 +124,12 @@ class Stream:
         if self._sizes:
             return Spread(self._host, tuple(self._landed[0]))
         return self._host
+
+
+def kept(body: memoryview, take: Take, nbytes: int) -> memoryview:
+    """A message where it arrived, or a copy where its arrays would not be aligned."""
+    if not address(body) % ARRAY_ALIGNMENT:
+        return keep(body)
+    area = take(nbytes)
+    copy(body, area)
+    return area
