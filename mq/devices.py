@@ -32,21 +32,19 @@ class Piece:
         tensor: 1-D, uint8, contiguous, with a storage of exactly its bytes.
         ready: The event after which it holds its bytes; None: it does.
         problem: Why it never will, or "".
+        lacks_room: Whether that is for want of memory; there may be some later.
         is_ours: Whether its memory was taken for what this module does `aside`.
     """
 
-    __slots__ = ("is_ours", "problem", "ready", "tensor")
+    __slots__ = ("is_ours", "lacks_room", "problem", "ready", "tensor")
 
     def __init__(
-        self,
-        tensor: torch.Tensor,
-        ready: Any = None,
-        problem: str = "",
-        is_ours: bool = False,
+        self, tensor: torch.Tensor, ready: Any = None, is_ours: bool = False
     ) -> None:
         self.tensor = tensor
         self.ready = ready
-        self.problem = problem
+        self.problem = ""
+        self.lacks_room = False
         self.is_ours = is_ours
 
     @classmethod
@@ -55,23 +53,36 @@ class Piece:
         try:
             return cls(tensor, filled(tensor.device))
         except RuntimeError as error:
-            return cls(tensor, problem=first_line(error))
+            return cls.missing(len(tensor), tensor.device, error)
+
+    @classmethod
+    def missing(cls, nbytes: int, device: torch.device, error: RuntimeError) -> Piece:
+        """In the place of one that does not come; who uses it learns of that."""
+        piece = cls(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+        piece.fail(device, error)
+        return piece
 
     @classmethod
     def of_host(cls, content: bytes | torch.Tensor, device: torch.device) -> Piece:
-        """The same bytes on a device, of host memory that nobody else has.
-
-        Raises:
-            RuntimeError: It has failed, or has no room.
-        """
-        with torch.inference_mode(False), aside([device]):
-            host = content
-            if isinstance(host, bytes):
-                host = torch.frombuffer(bytearray(host), dtype=torch.uint8)
-            return cls(host.to(device), is_ours=True)  # from pageable memory: it waits
+        """The same bytes on a device, of host memory that nobody else has."""
+        try:
+            with torch.inference_mode(False), aside([device]):
+                host = content
+                if isinstance(host, bytes):
+                    host = torch.frombuffer(bytearray(host), dtype=torch.uint8)
+                # From pageable memory: it waits.
+                return cls(host.to(device), is_ours=True)
+        except RuntimeError as error:
+            return cls.missing(len(content), device, error)
 
     def __len__(self) -> int:
         return self.tensor.numel()
+
+    def fail(self, device: torch.device, error: RuntimeError) -> None:
+        """It does not come, for what happened on a device."""
+        self.problem = f"a piece on {device} did not arrive: {first_line(error)}"
+        self.lacks_room = isinstance(error, torch.cuda.OutOfMemoryError)
+        self.ready = None
 
     def copy_to(self, view: memoryview) -> None:
         """Copy it into host memory of its size; waits until it is there.
@@ -109,15 +120,17 @@ class Landing:
         """Put a piece in its place; doing so again changes nothing.
 
         Raises:
-            ValueError: It is on another device, or that has no room or has failed.
+            MemoryError: It had no room to arrive.
+            ValueError: It is on another device, or that has no room for the area, or
+                has failed.
         """
+        if piece.lacks_room:
+            raise MemoryError(piece.problem)
+        if piece.problem:
+            raise ValueError(piece.problem)
         if piece.tensor.device != self._device:
             raise ValueError(
                 f"a piece on {piece.tensor.device} of an area on {self._device}"
-            )
-        if piece.problem:
-            raise ValueError(
-                f"a piece on {self._device} did not arrive: {piece.problem}"
             )
         if len(piece) == self._nbytes:
             self._tensor, self._ready = piece.tensor, piece.ready

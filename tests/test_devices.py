@@ -463,6 +463,16 @@ def test_a_device_that_fails_as_a_piece_arrives_is_told_of_where_it_lands(
             piece.begin(nbytes).add(0, piece)
 
 
+def test_a_piece_that_finds_no_room_is_a_matter_of_memory() -> None:
+    """There may be some later."""
+    device = torch.device("cpu")
+    error = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried\nand more")
+    piece = Piece.missing(100, device, error)
+    assert len(piece) == 100
+    with pytest.raises(MemoryError, match=r"on cpu did not arrive: CUDA .* Tried$"):
+        Landing(256, device).add(0, piece)
+
+
 def test_a_device_that_fails_as_it_is_copied_from_is_a_codec_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

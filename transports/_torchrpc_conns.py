@@ -19,7 +19,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from mq.devices import Piece, leaving
-from mq.errors import first_line
 from mq.transport import MAX_HEAD_BYTES, Event, What
 from transports import _torchrpc_calls as calls
 from transports._torchrpc_arrivals import GRACE_SECONDS, KEPT_BYTES, Arrivals
@@ -226,11 +225,7 @@ class RpcConn(ReadingConn):
         """Whether it can leave; where not, `notice` is called once it may."""
         if self.lane is None or not isinstance(body, Parcel | Inline):
             return True
-        try:
-            ready = self.lane.is_ready(body)
-        except RuntimeError as error:
-            self.fail(f"tensors on a GPU cannot be copied: {first_line(error)}")
-            return False
+        ready = self.lane.is_ready(body)
         self._calls.waiting = None if ready else body
         return ready
 
@@ -308,11 +303,8 @@ class RpcConn(ReadingConn):
     def _take_answer(self, sequence: Any, heads: Any, bodies: Any) -> None:
         if type(bodies) is not list or not all(map(is_small, bodies)):
             return self.malformed()
-        try:  # with a copy, for after an interrupt the answer is looked at again
-            bodies = list(bodies)
-            nbytes = self.weigh(sequence, heads, bodies)
-        except RuntimeError as error:
-            return self.fail(f"a tensor finds no room on a GPU: {first_line(error)}")
+        bodies = list(bodies)  # for after an interrupt the answer is looked at again
+        nbytes = self.weigh(sequence, heads, bodies)
         if nbytes is not None:
             self._arrivals.answered((sequence, heads, bodies), nbytes)
 

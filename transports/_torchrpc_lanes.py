@@ -63,9 +63,17 @@ class _Copy:
     seen: torch.Tensor
     stamp: int
 
+    def is_over(self, reached: Callable[[Any], bool]) -> bool:
+        """Whether it is there, or cannot be any more."""
+        try:
+            return reached(self.piece.ready)
+        except RuntimeError as error:
+            self.piece.fail(self.piece.tensor.device, error)
+            return True
+
     def is_sound(self) -> bool:
         """Whether it is what the peer had told of; once it is there."""
-        return int(self.seen) == self.stamp
+        return bool(self.piece.problem) or int(self.seen) == self.stamp
 
 
 @dataclass(slots=True, eq=False)
@@ -184,10 +192,13 @@ class Lane:
     def is_ready(self, parcel: Parcel | Inline) -> bool:
         """Whether the peer can be told; else `notice` is called once it may be.
 
-        Raises:
-            RuntimeError: The device has failed.
+        Of one on a device that has failed it can be told why it does not come.
         """
-        ready = parcel.is_there()
+        try:
+            ready = parcel.is_there()
+        except RuntimeError as error:
+            parcel.problem = self.sharing.failed(parcel.device, error)
+            ready = True
         self.waiting = None if ready else parcel
         if not ready:
             self.sharing.watch.add(self)
@@ -205,8 +216,7 @@ class Lane:
             A future of the answer.
 
         Raises:
-            RuntimeError: The device has failed or has no room, or the sender has given
-                the piece up.
+            RuntimeError: The sender has given a piece up.
         """
         answer = calls.Future[Any]()
         with self._lock:
@@ -216,7 +226,7 @@ class Lane:
         landing = self._fetch(batch, keep, answer)
         if landing is None:
             return calls.done(False)
-        are_there = all(reached_soon(copy.piece.ready) for copy in landing.copies)
+        are_there = all(copy.is_over(reached_soon) for copy in landing.copies)
         if are_there and self._claim(landing):
             _check(landing)
             return self._arrivals.take(landing.batch, landing.nbytes, keep)
@@ -224,12 +234,7 @@ class Lane:
         return answer
 
     def _begin(self, batch: Batch, answer: Any) -> None:
-        try:
-            landing = self._fetch(batch, False, answer)
-        except RuntimeError as error:
-            self._fail(f"what the peer has sent cannot be taken in: {error}")
-            landing = None
-        if landing is None:
+        if self._fetch(batch, False, answer) is None:
             self._arrivals.resolve([answer], False)
 
     def _fetch(self, batch: Batch, keep: bool, answer: Any) -> _Landing | None:
@@ -238,15 +243,14 @@ class Lane:
         What tells of none that can be there stays, which no batch has.
         """
         sequence, heads, bodies = batch
-        copies = []
+        copies: list[_Copy] = []
         with self._lock:  # `close` comes before all of this, or after it
             if self._closed:
                 return None
             self._copying = list(filter(is_to_come, self._copying))
             for index, body in enumerate(bodies):
                 if self._is_there(body):
-                    copies.append(self._copy(*body))
-                    bodies[index] = copies[-1].piece
+                    bodies[index] = self._begin_copy(body, copies)
             nbytes = self._weigh(sequence, heads, bodies)
             if nbytes is None:
                 return None
@@ -276,6 +280,15 @@ class Lane:
             and 0 <= at <= len(self._inboxes[index].memory) - HEADER_BYTES - nbytes
             and at % HEADER_BYTES == 0
         )
+
+    def _begin_copy(
+        self, body: tuple[int, str, int, int, int], copies: list[_Copy]
+    ) -> Piece:
+        try:
+            copies.append(self._copy(*body))
+        except RuntimeError as error:  # the device has failed, or has no room
+            return Piece.missing(body[3], torch.device(body[1]), error)
+        return copies[-1].piece
 
     def _copy(self, index: int, target: str, at: int, nbytes: int, stamp: int) -> _Copy:
         views = self._views.get((index, at))
@@ -324,7 +337,7 @@ class Lane:
 
     def _settle(self, landing: _Landing) -> None:
         try:
-            if not all(is_reached(copy.piece.ready) for copy in landing.copies):
+            if not all(copy.is_over(is_reached) for copy in landing.copies):
                 return
             if not self._claim(landing):
                 return

@@ -125,6 +125,9 @@ class Parcel:
         lane: Whose it is.
         at: Its place.
         target: The GPU where it is to arrive, as the peer counts.
+
+    Attributes:
+        problem: Why it cannot leave, which the peer is told in its place; or "".
     """
 
     __slots__ = (
@@ -138,12 +141,14 @@ class Parcel:
         "_stamp",
         "_where",
         "nbytes",
+        "problem",
     )
 
     def __init__(
         self, outbox: Outbox, lane: Lane, at: int, piece: Piece, target: str
     ) -> None:
         self.nbytes = len(piece)
+        self.problem = ""
         self._outbox, self._lane, self._at = outbox, lane, at
         self._piece = piece
         self._where = piece.tensor.device.index or 0, target
@@ -153,6 +158,11 @@ class Parcel:
 
     def __len__(self) -> int:
         return self.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._piece.tensor.device
 
     @property
     def awaited(self) -> Any:
@@ -181,8 +191,10 @@ class Parcel:
             content[: self.nbytes].copy_(tensor)
             return filled(tensor.device)
 
-    def body(self) -> tuple[int, str, int, int, int]:
+    def body(self) -> tuple[Any, ...]:
         """As it goes into a call."""
+        if self.problem:
+            return self._where[1], self.problem
         return *self._where, self._at, self.nbytes, self._stamp
 
     def give_back(self) -> None:
@@ -202,15 +214,22 @@ class Inline:
 
     Attributes:
         is_small: Whether it goes within a call, and not as a tensor beside it.
+        problem: Why it cannot leave, which the peer is told in its place; or "".
     """
 
-    __slots__ = ("_content", "_piece", "_target", "is_small")
+    __slots__ = ("_content", "_piece", "_target", "is_small", "problem")
 
     def __init__(self, piece: Piece, target: str) -> None:
         self.is_small = len(piece) <= INLINE_BYTES
+        self.problem = ""
         self._piece = piece
         self._target = target
         self._content: bytes | torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._piece.tensor.device
 
     @property
     def awaited(self) -> Any:
@@ -231,9 +250,9 @@ class Inline:
             self._content = bytes(host.numpy()) if self.is_small else host
         return self._content is not None
 
-    def body(self) -> tuple[str, bytes | torch.Tensor | None]:
+    def body(self) -> tuple[str, bytes | torch.Tensor | str | None]:
         """As it goes into a call."""
-        return self._target, self._content
+        return self._target, self.problem or self._content
 
 
 def reached_soon(event: Any) -> bool:

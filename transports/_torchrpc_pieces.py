@@ -2,7 +2,8 @@
 
 In a call's list of bodies a piece is a tuple of one tensor, which tells it from host
 memory that travels as a tensor; or, where there is a lane (`_torchrpc_lanes`), one of
-five numbers and names, which tell where it is, or of where to and a small one's bytes.
+five numbers and names, which tell where it is, or of where to and a small one's bytes,
+or of where to and why it does not come.
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ def _wrapped(body: Body) -> Body:
 
 
 def is_inline(body: Body) -> bool:
-    """Whether a piece came for it as host memory."""
+    """Whether a piece came for it as host memory, or a text that none does."""
     if type(body) is not tuple or len(body) != 2 or type(body[0]) is not str:
         return False
     content = body[1]
+    if type(content) is str:
+        return True
     if isinstance(content, torch.Tensor):
         return _is_flat(content, PIECE_BYTES) and not content.is_cuda
     return type(content) is bytes and 0 < len(content) <= INLINE_BYTES
@@ -73,7 +76,7 @@ def is_inline(body: Body) -> bool:
 
 def is_small(body: Body) -> bool:
     """Whether an answer may have brought it."""
-    return is_plain(body) or (is_inline(body) and type(body[1]) is bytes)
+    return is_plain(body) or (is_inline(body) and not isinstance(body[1], torch.Tensor))
 
 
 def unwrap(bodies: object, devices: Collection[str], most: int) -> bool:
@@ -84,9 +87,6 @@ def unwrap(bodies: object, devices: Collection[str], most: int) -> bool:
     Args:
         devices: Where they may have arrived.
         most: Bytes of a piece at most.
-
-    Raises:
-        RuntimeError: A device has failed, or has no room.
     """
     if type(bodies) is not list:
         return False
@@ -96,7 +96,7 @@ def unwrap(bodies: object, devices: Collection[str], most: int) -> bool:
         if is_inline(body):
             if body[0] not in devices:
                 return False
-            bodies[index] = Piece.of_host(body[1], torch.device(body[0]))
+            bodies[index] = _of_host(body[1], torch.device(body[0]))
             continue
         if len(body) != 1 or not isinstance(body[0], torch.Tensor):
             return False
@@ -105,6 +105,13 @@ def unwrap(bodies: object, devices: Collection[str], most: int) -> bool:
             return False
         bodies[index] = Piece.arrived(tensor)
     return True
+
+
+def _of_host(content: bytes | torch.Tensor | str, device: torch.device) -> Piece:
+    if isinstance(content, str):
+        error = RuntimeError(f"its sender could not copy it: {content}")
+        return Piece.missing(1, device, error)
+    return Piece.of_host(content, device)
 
 
 def _is_flat(tensor: torch.Tensor, most: int) -> bool:

@@ -74,6 +74,7 @@ class Sharing:
         self._kept: list[tuple[Inbox, list[Any]]] = []
         self.targets = frozenset(devices.values())
         self._failed: set[str] = set()
+        self._complained: set[torch.device] = set()
         for index, device in devices.items() if nbytes else ():
             try:
                 uuid, outbox = memory.uuid(index), self._outbox(index)
@@ -98,6 +99,18 @@ class Sharing:
                 found = Outbox(*self._memory.allocate(index, self._nbytes))
                 _outboxes[key] = found
             return found
+
+    def failed(self, device: torch.device, error: RuntimeError) -> str:
+        """What to tell a peer that cannot have what is on a device; logged once."""
+        problem = f"{device}: {first_line(error)}"
+        if device not in self._complained:
+            self._complained.add(device)
+            logger.warning(
+                "a tensor could not be copied for another member (of this device it is "
+                "said once): %s",
+                problem,
+            )
+        return problem
 
     def offers(self) -> tuple[tuple[int, str, str, int], ...]:
         """What the greeting says of it."""
