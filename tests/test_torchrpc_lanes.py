@@ -263,7 +263,6 @@ def small_lane() -> tuple[Any, list[Any]]:
     arrivals = Arrivals(agent, 1 << 20, lambda: None)
     shared: Any = SimpleNamespace(
         targets={"cpu"},
-        tidy=lambda: None,
         watch=SimpleNamespace(add=lambda lane: None),
         ends=lambda peer, carried: ({}, {0: box}),
         let_go=let_go.extend,

@@ -20,8 +20,8 @@ from transports._torchrpc_outboxes import (
     Inline,
     Outbox,
     Parcel,
-    Watch,
 )
+from transports._torchrpc_watch import Watch
 
 SIZE = 16 * HEADER_BYTES
 NBYTES = PLACES * SIZE + 100
@@ -289,3 +289,37 @@ def test_a_small_piece_on_a_device_that_fails_is_told_of() -> None:
     ready.problem = "a failed assert"
     with pytest.raises(RuntimeError, match="a failed assert"):
         Inline(a_piece(1, ready=ready), "cuda:0").is_there()
+
+
+class Inbox:
+    """Memory of a peer, once mapped."""
+
+    closed = 0
+
+    def close(self) -> None:
+        """Map it no more."""
+        self.closed += 1
+
+
+def test_a_watch_without_room_for_a_thread_closes_and_tells_what_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once if copies are done, else with the next thread that there is room for."""
+    watch, done, copying = Watch(), Inbox(), Inbox()
+    event, lane = HostEvent(), Lane()
+    kept: Any = [(done, [HostEvent(reached=True)]), (copying, [event])]
+    one: Any = lane
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(threading.Thread, "start", refuse)
+        watch.let_go(kept)
+        assert (done.closed, copying.closed) == (1, 0)
+        watch.add(one)
+        assert lane.noticed.is_set()  # and looks itself
+    event.reached = True
+    watch.add(one)
+    watch.close()
+    assert (done.closed, copying.closed) == (1, 1)

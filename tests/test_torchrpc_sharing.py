@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,11 +126,43 @@ def test_what_is_mapped_is_kept_until_no_copy_is_under_way(
     world.lost(0, conn)
     world.until(lambda: not rpc_conn(conn).unanswered, "the answers")
     events[0].reached = True
-    sharing_of(world, 1).tidy()
     assert not closed
     events[1].reached = True
-    sharing_of(world, 1).tidy()
-    assert len(closed) == 1
+    world.until(lambda: len(closed) == 1, "its end")
+
+
+def test_what_is_mapped_is_closed_after_its_copy_though_the_link_is_closed() -> None:
+    """By a thread that ends then: the caller of `close` does not wait for that."""
+    shared = Sharing({0: "cpu"}, SHARED_BYTES, MEMORY)
+    copied, closed = HostEvent(), threading.Event()
+    closers: list[threading.Thread] = []
+
+    def close() -> None:
+        closers.append(threading.current_thread())
+        closed.set()
+
+    inbox: Any = SimpleNamespace(close=close)
+    shared.let_go([(inbox, [HostEvent(reached=True), copied])])
+    shared.close()
+    assert not closers
+    copied.reached = True
+    assert closed.wait(PATIENCE)
+    (closer,) = closers
+    assert closer is not threading.current_thread()
+    closer.join(PATIENCE)
+    assert not closer.is_alive()
+
+
+def test_a_link_that_is_closed_leaves_nothing_mapped_whose_copy_is_done() -> None:
+    """Nor a thread."""
+    shared = Sharing({0: "cpu"}, SHARED_BYTES, MEMORY)
+    before = threading.active_count()
+    closed: list[int] = []
+    inbox: Any = SimpleNamespace(close=lambda: closed.append(1))
+    shared.let_go([(inbox, [HostEvent(reached=True)])] * 3)
+    shared.close()
+    assert len(closed) == 3
+    assert threading.active_count() == before
 
 
 def test_nothing_is_left_of_a_connection_whose_tensors_wait(

@@ -324,7 +324,6 @@ class Lane:
 
     def settle(self) -> None:
         """See to the pieces that have arrived meanwhile; in the mesh's thread."""
-        self.sharing.tidy()
         interrupted, self._settling = self._settling, None
         if interrupted is not None:  # by a Ctrl-C, wherever it came
             self._give_up(interrupted, "it was interrupted")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from mq.devices import is_to_come
 from mq.errors import first_line
 from mq.log import Log
 from transports._torchrpc_arrivals import Arrivals
 from transports._torchrpc_control import Greeting
 from transports._torchrpc_lanes import Inbox, Lane
-from transports._torchrpc_outboxes import Outbox, Watch
+from transports._torchrpc_outboxes import Outbox
+from transports._torchrpc_watch import Watch
 
 if TYPE_CHECKING:
     from transports._torchrpc_conns import RpcConn
@@ -71,7 +71,6 @@ class Sharing:
         self._indices: dict[str, int] = {}
         self._offers: list[tuple[int, str, str, int]] = []
         self.watch = Watch()
-        self._kept: list[tuple[Inbox, list[Any]]] = []
         self.targets = frozenset(devices.values())
         self._failed: set[str] = set()
         self._complained: set[torch.device] = set()
@@ -141,15 +140,13 @@ class Sharing:
         Raises:
             OSError: What the peer shares cannot be mapped.
         """
-        self.tidy()
         inboxes: dict[int, Inbox] = {}
         try:
             for index, uuid, handle, nbytes in peer.outboxes if self._offers else ():
                 if uuid in self._indices:
                     inboxes[index] = self._map(self._indices[uuid], handle, nbytes)
         except (RuntimeError, ValueError) as error:  # a handle may be none at all
-            for inbox in inboxes.values():
-                inbox.close()
+            self.let_go([(inbox, []) for inbox in inboxes.values()])
             if peer.agent in self._failed:  # it lives, and dials in vain
                 logger.warning(
                     "memory of GPUs is not shared any more: that of a peer cannot be "
@@ -172,21 +169,11 @@ class Sharing:
         return self._memory.map(index, bytes.fromhex(handle), nbytes)
 
     def let_go(self, mapped: list[tuple[Inbox, list[Any]]]) -> None:
-        """Close what was mapped, each after its events."""
-        self._kept += mapped
-        self.tidy()
-
-    def tidy(self) -> None:
-        """Close what nothing is under way from any more."""
-        for entry in self._kept[:]:
-            inbox, events = entry
-            if not any(map(is_to_come, events)):
-                self._kept.remove(entry)
-                inbox.close()
+        """Close what was mapped, each after its events; see `Watch`."""
+        self.watch.let_go([one for one in mapped if not isinstance(one[0], _Own)])
 
     def close(self) -> None:
         """The link is closed; what is under way keeps what it needs."""
         for outbox in self.devices.values():
             outbox.end(self)
-        self.tidy()
         self.watch.close()
