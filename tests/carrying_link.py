@@ -112,7 +112,7 @@ class CarryingLink(TorchRpcLink):
         return replace(
             super()._greeting(conn, link),
             cuda_devices=int(self._takes),
-            outboxes=() if self.sharing is None else self.sharing.offers(),
+            outboxes=() if self.sharing is None else self.sharing.offers(conn.whom),
         )
 
     def carried(self, peer: Greeting, mapped: bool) -> Mapping[str, str]:

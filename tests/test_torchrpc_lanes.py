@@ -264,7 +264,7 @@ def small_lane() -> tuple[Any, list[Any]]:
     shared: Any = SimpleNamespace(
         targets={"cpu"},
         watch=SimpleNamespace(add=lambda lane: None),
-        ends=lambda peer, carried: ({}, {0: box}),
+        ends=lambda peer, carried, whom: ({}, {0: box}),
         let_go=let_go.extend,
     )
     lane: Any = lanes.Lane(
@@ -274,7 +274,7 @@ def small_lane() -> tuple[Any, list[Any]]:
         lambda: None,
         shared,
     )
-    lane.meet(None, {}, False)
+    lane.meet(None, {}, False, "")
     return lane, let_go
 
 

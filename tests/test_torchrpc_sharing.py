@@ -76,14 +76,12 @@ def test_a_device_that_fails_is_told_of_where_the_piece_would_land(
 def test_tensors_are_staged_where_the_peers_memory_cannot_be_mapped(
     monkeypatch: pytest.MonkeyPatch, world: World, failing: int
 ) -> None:
-    """From the second time on: the first may be a peer that has died."""
+    """After one connection in vain; other peers are offered memory as before."""
     link = sharing_of(world, failing)
     monkeypatch.setattr(link, "_map", unmappable)
-    for _ in range(2):
-        assert link.offers()
-        assert "no such memory" in in_vain(world)
-    assert not link.offers()
+    assert "no such memory" in in_vain(world)
     conn, accepted = world.connect()
+    assert link.offers("another")
     for ours, theirs in ((conn, accepted), (accepted, conn)):
         assert not lane_of(ours)._outboxes
         assert ours.try_send_piece(b"head", a_piece(4))
@@ -96,16 +94,32 @@ def greeting(agent: str, handle: bytes = b"gone") -> Greeting:
 
 
 def test_peers_that_have_died_switch_nothing_off() -> None:
-    """Each life has an id of its own."""
+    """Nor does one that had several queues, which greet as one agent."""
     shared = Sharing({0: "cpu"}, SHARED_BYTES, MEMORY)
-    for agent in ("one", "two", "three"):
+    for agent, whom in (("one", "one"), ("two", "a link"), ("two", "another link")):
         with pytest.raises(OSError, match="cannot be mapped"):
-            shared.ends(greeting(agent), {"cpu": "cpu"})
-    assert shared.offers()
+            shared.ends(greeting(agent), {"cpu": "cpu"}, whom)
+    assert shared.offers("three")
     (handle,) = (outbox.handle for outbox in shared.devices.values())
-    outgoing, inboxes = shared.ends(greeting("four", handle), {"cpu": "cpu"})
+    outgoing, inboxes = shared.ends(greeting("three", handle), {"cpu": "cpu"}, "three")
     assert list(outgoing) == ["cpu"]
     assert list(inboxes) == [0]
+    shared.close()
+
+
+def test_a_peer_whose_memory_cannot_be_mapped_is_offered_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By either side of a connection; the log says so once, if it comes again."""
+    shared = Sharing({0: "cpu"}, SHARED_BYTES, MEMORY)
+    with pytest.raises(OSError, match="cannot be mapped"):
+        shared.ends(greeting("one"), {"cpu": "cpu"}, "its link")
+    assert not caplog.messages  # it may have died
+    for whom in ("one", "its link", "one"):
+        assert not shared.offers(whom)
+        assert shared.ends(greeting("one"), {"cpu": "cpu"}, whom) == ({}, {})
+    (said,) = caplog.messages
+    assert "cannot be mapped" in said
     shared.close()
 
 
@@ -207,7 +221,7 @@ def test_a_handle_that_is_none_ends_the_connection(
 ) -> None:
     """And nothing else: what it is, the memory says."""
     link = sharing_of(world, 0)
-    ((index, uuid, _, nbytes),) = link.offers()
+    ((index, uuid, _, nbytes),) = link.offers("")
     monkeypatch.setattr(link, "_offers", [(index, uuid, handle, nbytes)])
     assert "cannot be mapped" in in_vain(world)
 

@@ -49,13 +49,14 @@ class RpcConn(ReadingConn):
         promise: The descriptors that TensorPipe may take for it.
         refused: Whether it broke since the ends do not fit.
         signs: Of life, beside calls that take long.
+        whom: The address that was dialled, or the agent of who has dialled.
     """
 
     def __init__(self, link: TorchRpcLink, address: str, control: Control) -> None:
         self.address = address
         self.control = control
         self.token = secrets.token_bytes(16)  # what the peer must say
-        self.reason = ""
+        self.reason = self.whom = ""
         self.refused = False
         self.promise: Promise | None = None
         self.whole_bytes = link.chunk_bytes
@@ -93,6 +94,7 @@ class RpcConn(ReadingConn):
             OSError: The peer cannot be added to the agent, or its memory be mapped.
         """
         self.promise = self.promise or self._agent.descriptors.promise()
+        self.whom = self.whom or greeting.agent
         pairs = self._link.pairs(greeting)
         try:
             self._peer = self._agent.peer(
@@ -100,7 +102,8 @@ class RpcConn(ReadingConn):
             )
             self.devices = self._link.carried(greeting, self._peer.mapped)
             if self.lane is not None:
-                self.lane.meet(greeting, self.devices, self._peer.mapped)
+                mapped = self._peer.mapped
+                self.lane.meet(greeting, self.devices, mapped, self.whom)
         except BaseException:
             self.promise.end(met=self._peer is not None)
             raise

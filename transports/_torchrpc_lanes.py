@@ -139,17 +139,20 @@ class Lane:
         self._closed = False
         self._early: list[tuple[Batch, Any]] | None = []
 
-    def meet(self, peer: Greeting, carried: Mapping[str, str], mapped: bool) -> None:
+    def meet(
+        self, peer: Greeting, carried: Mapping[str, str], mapped: bool, whom: str
+    ) -> None:
         """Both ends know each other: let tensors go this way if they can.
 
         Args:
             carried: Where at the peer those on each device of ours arrive.
             mapped: Whether TensorPipe takes them there, too.
+            whom: To whom the greeting has offered memory.
 
         Raises:
             OSError: What the peer shares cannot be mapped.
         """
-        outboxes, inboxes = self.sharing.ends(peer, carried)
+        outboxes, inboxes = self.sharing.ends(peer, carried, whom)
         self._mapped = mapped
         with self._lock:
             self._outboxes, self._targets = outboxes, carried

@@ -72,7 +72,8 @@ class Sharing:
         self._offers: list[tuple[int, str, str, int]] = []
         self.watch = Watch()
         self.targets = frozenset(devices.values())
-        self._failed: set[str] = set()
+        # By agent, or by the address that was dialled: why; "" once it is in the log.
+        self._refused: dict[str, str] = {}
         self._complained: set[torch.device] = set()
         for index, device in devices.items() if nbytes else ():
             try:
@@ -111,28 +112,34 @@ class Sharing:
             )
         return problem
 
-    def offers(self) -> tuple[tuple[int, str, str, int], ...]:
-        """What the greeting says of it."""
-        return tuple(self._offers)
+    def offers(self, whom: str) -> tuple[tuple[int, str, str, int], ...]:
+        """What the greeting says of it.
+
+        Args:
+            whom: The address that is dialled, or who has dialled: its agent.
+        """
+        return () if whom in self._refused else tuple(self._offers)
 
     def reaches(self, peer: Greeting, carried: Mapping[str, str]) -> bool:
         """Whether the peer can map the memory of all devices whose tensors go there."""
         known = {uuid for _, uuid, *_ in peer.outboxes} & set(self._indices)
         devices = {index for index, uuid, *_ in self._offers if uuid in known}
         indices = {torch.device(device).index or 0 for device in carried}
-        return bool(carried) and indices <= devices
+        refused = peer.agent in self._refused
+        return bool(carried) and not refused and indices <= devices
 
     def lane(self, conn: RpcConn, arrivals: Arrivals) -> Lane:
         """That of a new connection."""
         return Lane(arrivals, conn.weigh, conn.fail, conn.notice, self)
 
     def ends(
-        self, peer: Greeting, carried: Mapping[str, str]
+        self, peer: Greeting, carried: Mapping[str, str], whom: str
     ) -> tuple[Mapping[str, Outbox], Mapping[int, Inbox]]:
         """What a lane needs of both ends, for as far as tensors can go by one.
 
         Args:
             carried: Where at the peer those on each device of ours arrive.
+            whom: To whom `offers` were made.
 
         Returns:
             By device the memory here; by the index of the peer's GPU the memory there.
@@ -141,24 +148,27 @@ class Sharing:
             OSError: What the peer shares cannot be mapped.
         """
         inboxes: dict[int, Inbox] = {}
+        if why := self._refused.get(peer.agent):  # it lives, and has come again
+            self._refused[peer.agent] = ""
+            logger.warning(
+                "tensors between GPUs go to and from %s by host memory, or by "
+                "TensorPipe's channels: its memory cannot be mapped (%s)",
+                peer.url,
+                why,
+            )
         try:
-            for index, uuid, handle, nbytes in peer.outboxes if self._offers else ():
-                if uuid in self._indices:
+            for index, uuid, handle, nbytes in peer.outboxes:
+                if uuid in self._indices and self.offers(whom):
                     inboxes[index] = self._map(self._indices[uuid], handle, nbytes)
         except (RuntimeError, ValueError) as error:  # a handle may be none at all
             self.let_go([(inbox, []) for inbox in inboxes.values()])
-            if peer.agent in self._failed:  # it lives, and dials in vain
-                logger.warning(
-                    "memory of GPUs is not shared any more: that of a peer cannot be "
-                    "mapped (%s)",
-                    error,
-                )
-                self._offers.clear()
-            self._failed.add(peer.agent)
+            self._refused.setdefault(peer.agent, first_line(error))
+            self._refused.setdefault(whom, "")
             raise OSError(
                 f"memory of a GPU that the peer shares cannot be mapped: {error}"
             ) from error
-        leaving = carried if self.reaches(peer, carried) else {}
+        reached = self.offers(whom) and self.reaches(peer, carried)
+        leaving = carried if reached else {}
         return {device: self.devices[device] for device in leaving}, inboxes
 
     def _map(self, index: int, handle: str, nbytes: int) -> Inbox:

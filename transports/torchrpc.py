@@ -198,6 +198,7 @@ class TorchRpcLink(Link):
         self._revive()
         sock = control.unconnected(host)
         conn = self._new(address, sock)
+        conn.whom = address
         try:
             conn.promise = self.agent.descriptors.promise()
             self._sockets.dial(sock, conn, host, port)

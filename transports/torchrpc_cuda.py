@@ -166,7 +166,7 @@ class TorchRpcCudaLink(TorchRpcLink):
             rank=self._names[1],
             cuda_devices=torch.cuda.device_count(),
             gpus=self._local,
-            outboxes=() if self.sharing is None else self.sharing.offers(),
+            outboxes=() if self.sharing is None else self.sharing.offers(conn.whom),
         )
 
     def _check(self, peer: Greeting, sock: Control) -> None:
