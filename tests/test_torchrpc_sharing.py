@@ -28,6 +28,7 @@ from torchrpc_links import rpc_conn
 import mq
 from mq import registry
 from mq.testing.link_world import PATIENCE, World
+from transports import _torchrpc_cuda_memory as cuda_memory
 from transports import _torchrpc_lanes as lanes
 from transports import _torchrpc_outboxes as outboxes
 from transports._torchrpc_control import Greeting
@@ -121,6 +122,38 @@ def test_a_peer_whose_memory_cannot_be_mapped_is_offered_none(
     (said,) = caplog.messages
     assert "cannot be mapped" in said
     shared.close()
+
+
+class OldDriver:
+    """Of CUDA, without what came later."""
+
+    def cuDeviceGet(self, *arguments: Any) -> int:
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, *arguments: Any) -> int:
+        return 0
+
+
+def test_nothing_is_shared_where_the_driver_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says what it lacks; `connect` goes on."""
+    monkeypatch.setattr(cuda_memory, "_driver", OldDriver)
+    monkeypatch.setattr(cuda_memory, "_primary", cuda_memory._primary.__wrapped__)
+    shared = Sharing({0: "cuda:0"}, SHARED_BYTES, cuda_memory)
+    assert not shared.offers("")
+    (said,) = caplog.messages
+    assert "has no cuDeviceGetUuid_v2" in said
+    shared.close()
+
+
+def test_a_driver_that_is_no_driver_is_a_runtime_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that is not there."""
+    monkeypatch.setattr("ctypes.CDLL", lambda name: OldDriver())
+    with pytest.raises(RuntimeError, match="cuIpcOpenMemHandle_v2"):
+        cuda_memory._driver.__wrapped__()
 
 
 # -- the end ----------

@@ -33,21 +33,28 @@ def _driver() -> Any:
     except OSError as error:
         raise RuntimeError(str(error)) from error
     # By value, and of 64 bits: what ctypes cannot know.
-    driver.cuIpcOpenMemHandle_v2.argtypes = [
-        ctypes.POINTER(ctypes.c_uint64),
-        _Handle,
-        ctypes.c_uint,
-    ]
-    driver.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
-    driver.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_uint64]
-    driver.cuMemAlloc_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t]
-    driver.cuMemFree_v2.argtypes = [ctypes.c_uint64]
+    address = ctypes.c_uint64
+    for name, types in (
+        ("cuIpcOpenMemHandle_v2", [ctypes.POINTER(address), _Handle, ctypes.c_uint]),
+        ("cuIpcCloseMemHandle", [address]),
+        ("cuIpcGetMemHandle", [ctypes.POINTER(_Handle), address]),
+        ("cuMemAlloc_v2", [ctypes.POINTER(address), ctypes.c_size_t]),
+        ("cuMemFree_v2", [address]),
+    ):
+        _function(driver, name).argtypes = types
     return driver
+
+
+def _function(driver: Any, name: str) -> Any:
+    try:
+        return getattr(driver, name)
+    except AttributeError as error:
+        raise RuntimeError(f"the driver of CUDA has no {name}") from error
 
 
 def _call(name: str, *arguments: Any) -> None:
     driver = _driver()
-    status = getattr(driver, name)(*arguments)
+    status = _function(driver, name)(*arguments)
     if status:
         text = ctypes.c_char_p()
         driver.cuGetErrorString(status, ctypes.byref(text))
