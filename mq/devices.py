@@ -292,6 +292,8 @@ def is_reached(event: Any) -> bool:
     Raises:
         RuntimeError: The device has failed.
     """
+    # In any thread, whatever its current GPU: by its source torch takes a query for
+    # safe from every device, and sets none for it.
     return event is None or bool(event.query())
 
 
