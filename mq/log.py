@@ -155,7 +155,7 @@ def _handle(said: _Said) -> None:
     name, record = said
     try:
         logging.getLogger(name).handle(record)
-    except BaseException:  # what ends a thread must not end this one
+    except (Exception, SystemExit):  # which would end the thread
         _print()
 
 
