@@ -1,4 +1,4 @@
-"""Ownership, Sizes, Payloads, Devices, zero copy and loans."""
+"""Ownership, Sizes, Payloads and Devices."""
 
 from __future__ import annotations
 
@@ -294,79 +294,6 @@ def received_payload_is_private_writable_and_stays_valid(group: Group) -> None:
     assert c_writes.result() == [4999.0, 499_999, 4.0, 4.0, 2_000_000]
     group.member("d").publish("done", True)
     assert publishing.result() == [True, True]
-
-
-def _hold_views(queue: mq.MQ, count: int) -> list[int]:
-    held = [queue.recv(timeout=STEP).payload for _ in range(count)]
-    for array in held:
-        if array.flags.writeable:  # then it is a private copy
-            array += 0
-        else:
-            try:
-                array[0] = 1
-            except ValueError:
-                continue
-            raise AssertionError("a read-only view could be written to")
-    return [int(array.sum(dtype=np.int64)) for array in held]
-
-
-def _publish_filled(queue: mq.MQ, count: int, nbytes: int) -> None:
-    for number in range(count):
-        queue.publish("t", np.full(nbytes, number, np.uint8), timeout=STEP)
-
-
-@case("edge: Zero copy")
-def zero_copy_views_keep_their_content_while_they_live(group: Group) -> None:
-    """Arrays are read-only views or private; credit returns while they are held."""
-    a, b, c = group.members("a", "b", "c")
-    b.subscribe("t", zero_copy=True, depth=2)
-    c.subscribe("t", depth=2)
-    publishing = a.begin(_publish_filled, 8, 300_000)
-    readers = [m.begin(_hold_views, 8) for m in (b, c)]
-    for reader in readers:
-        assert reader.result() == [number * 300_000 for number in range(8)]
-    publishing.result()
-
-
-def _loan(queue: mq.MQ) -> None:
-    import torch
-
-    with queue.loan("t", (300, 500), np.float32, timeout=STEP) as array:
-        array[:] = 2
-    with queue.loan("t", (0,), np.int64, timeout=STEP):
-        pass
-    try:
-        with queue.loan("t", (10,), torch.float32, timeout=STEP) as tensor:
-            raise ZeroDivisionError
-    except ZeroDivisionError:
-        pass
-    with queue.loan("t", (2, 3), torch.bfloat16, retain=True, timeout=STEP) as tensor:
-        tensor.fill_(1.5)
-
-
-def _receive_loans(queue: mq.MQ) -> list[Any]:
-    import torch
-
-    array = queue.recv(timeout=STEP).payload
-    empty = queue.recv(timeout=STEP).payload
-    tensor = queue.recv(timeout=STEP).payload
-    assert np.asarray(array).dtype == np.float32, type(array)
-    assert tensor.dtype == torch.bfloat16, tensor.dtype
-    total = float(np.asarray(array).sum())
-    return [tuple(array.shape), total, tuple(empty.shape), float(tensor.sum())]
-
-
-@case("edge: loan")
-def loan_is_published_when_its_block_ends(group: Group) -> None:
-    """Arrays and tensors by dtype; an exception in the block publishes nothing."""
-    a, b = group.members("a", "b")
-    b.subscribe("t")
-    receiving = b.begin(_receive_loans)
-    a.run(_loan)
-    assert receiving.result() == [(300, 500), 300_000.0, (0,), 9.0]
-    late = group.member("late")
-    late.subscribe("t")
-    assert late.recv().sequence == 2
 
 
 LARGE_COUNT = 1_000_000
