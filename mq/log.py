@@ -86,6 +86,25 @@ class Log:
         return level >= logging.root.level
 
 
+class _Begun:
+    """A thread that was begun, and may not have come into being yet."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.is_known = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is left, nor will be."""
+        is_alive = self.thread is not None and self.thread.is_alive()
+        return self.is_known.is_set() and not is_alive
+
+    def wait(self, deadline: float) -> None:
+        """Until it is over, or the time is."""
+        if self.is_known.wait(max(0.0, deadline - time.monotonic())) and self.thread:
+            self.thread.join(max(0.0, deadline - time.monotonic()))
+
+
 class _Teller:
     """Has handlers called in the order in which it was told, by one thread at a time.
 
@@ -98,6 +117,7 @@ class _Teller:
         self._said: deque[_Said] = deque()
         self._telling = threading.Lock()
         self._thread = 0
+        self._begun: set[_Begun] = set()
         self._begun_at = -BEGIN_SECONDS
         self._flushes_at_exit = False
 
@@ -115,25 +135,41 @@ class _Teller:
             self._begin()
 
     def _begin(self) -> None:
+        begun = _Begun()
+        self._begun.add(begun)
         try:
-            _thread.start_new_thread(self._start, ())
+            _thread.start_new_thread(self._start, (begun,))
         except RuntimeError:  # too many, or the process ends
+            self._begun.discard(begun)
             self._run()
 
     def flush(self) -> None:
         """Wait until what was said has been told, for `FLUSH_SECONDS` at most."""
-        told = self._said or self._telling.locked()
-        if told and self._thread != threading.get_ident():
+        if self._thread == threading.get_ident():
+            return
+        deadline = time.monotonic() + FLUSH_SECONDS
+        if self._said or self._telling.locked():
             event = threading.Event()
             self._said.append(event)
             self._begin()
             event.wait(FLUSH_SECONDS)
+        for begun in list(self._begun):
+            begun.wait(deadline)
+            if begun.is_over or not begun.is_known.is_set():  # it was interrupted
+                self._begun.discard(begun)
 
-    def _start(self) -> None:
+    def _start(self, begun: _Begun) -> None:
+        for other in list(self._begun):
+            if other.is_over:
+                self._begun.discard(other)
+        thread = threading.Thread(target=self._run, name="mq-log", daemon=True)
         try:
-            threading.Thread(target=self._run, name="mq-log", daemon=True).start()
+            thread.start()
+            begun.thread = thread
         except RuntimeError:
             self._run()
+        finally:
+            begun.is_known.set()
 
     def _run(self) -> None:
         self._begun_at = -BEGIN_SECONDS  # from here on what is said is found, or begins
@@ -170,7 +206,10 @@ _teller = _Teller()
 
 
 def flush() -> None:
-    """Wait until the handlers have been told what was said, for a second at most."""
+    """Wait until the handlers have been told what was said, for a second at most.
+
+    And no thread is left that did so.
+    """
     _teller.flush()
 
 

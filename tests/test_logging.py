@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -220,6 +221,25 @@ def test_the_end_of_a_child_waits_until_all_was_told() -> None:
     """Those of multiprocessing end without what other processes do at exit."""
     said = output_of(IN_A_CHILD, timeout=SECONDS)
     assert said.split() == ["0", "1", "2", "3", "4"]
+
+
+def test_once_all_was_told_no_thread_is_left(library: logging.Logger) -> None:
+    """As after `close`: who looks for leaks finds none, not for a moment."""
+    told: list[logging.LogRecord] = []
+    library.addHandler(handler := logging.Handler())
+    handler.emit = told.append  # type: ignore[method-assign]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(1000):
+            for _ in range(number % 3):
+                Log("mq.tried").info("said")
+            log.flush()
+            threads = [thread.name for thread in threading.enumerate()]
+            assert "mq-log" not in threads, f"after {number} times"
+    finally:
+        sys.setswitchinterval(before)
+    assert len(told) == 999
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit])
