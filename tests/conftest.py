@@ -148,7 +148,8 @@ class _Told:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> Any:
-    """The library has its log told by a thread."""
+    """The library has its log told by a thread; what others said is none of it."""
+    log.flush()
     return _Told(caplog)
 
 
