@@ -161,7 +161,8 @@ def test_pieces_arrive_whole_and_in_order_with_backpressure(way: str) -> None:
                 break
             sent.append(number)
             world.members[0].pump()
-        assert 4 < len(sent) < 1000, "nothing stops the sender"
+        # Before a receiver has begun to copy a connection gets 3 places of an outbox.
+        assert 3 <= len(sent) < 1000, "nothing stops the sender"
         got: list[tuple[bytes, bytes]] = []
 
         def all_there() -> bool:
