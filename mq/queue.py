@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mq import settings
 from mq.blocking import BlockingQueue
 from mq.descriptors import out_of_descriptors
-from mq.errors import Closed, RecvTimeout, TransportUnavailable
+from mq.errors import Closed, TransportUnavailable
 from mq.lines import Lines, Place, let_others_run
 from mq.message import CLEAR, Message
 from mq.options import switch
@@ -133,25 +132,24 @@ class MQ(BlockingQueue):
         deadline = deadline_after(timeout)
         await let_others_run()
         inbox = self._inbox
-        box: list[Any] = []  # what is taken is in the inbox or in there
-        try:
-            if inbox.ready:
-                with contextlib.suppress(RecvTimeout):  # another thread was faster
-                    box.append(self.recv(0))
-                    return box[0]  # type: ignore[no-any-return]
-            # Twice, here and below: a handler may raise before the first has ended.
-            with self._place() as place, place:
-                while True:
-                    with contextlib.suppress(RecvTimeout):
-                        box.append(self.recv(0))
-                        return box[0]  # type: ignore[no-any-return]
-                    if not await place.wait(inbox, inbox.has_items, deadline):
-                        raise self._nothing_came(timeout)
-        except BaseException:
-            if box:
-                self._stranded.append(box)
-                self._driver.put_back()
-            raise
+        box: list[Any] = [None]
+        try:  # as `mq.receiving` says
+            if self._stranded:
+                self._put_back()
+            if not self._pop_ready(self._driver, inbox, box):
+                # Twice, here and below: a handler may raise before the first has ended.
+                with self._place() as place, place:
+                    while not self._receive(box, 0):
+                        if not await place.wait(inbox, inbox.has_items, deadline):
+                            raise self._nothing_came(timeout)
+            message = box[0]
+            box[0] = None
+            return message  # type: ignore[no-any-return]
+        finally:
+            try:
+                box[0] is None or self._strand(box) or self._put_back()
+            finally:
+                pass
 
     async def apublish(
         self,

@@ -14,7 +14,7 @@ Point = tuple[int, int]
 Trace = Callable[[FrameType, str, Any], Any]
 _LOOKS_ALWAYS = sys.version_info >= (3, 13)
 """There not all bytecodes are seen where those before them were not looked at."""
-_WATCHED = ("/mq/mesh/", "/mq/borrowing.py", "/mq/blocking.py")
+_WATCHED = ("/mq/mesh/", "/mq/borrowing.py", "/mq/receiving.py")
 
 
 class Interrupter:
