@@ -165,6 +165,10 @@ class Unpacker:
         """The value of an extension type; what msgspec calls for each."""
         # Containers are dealt with here: a frame less for each level of nesting.
         if 1 <= code <= 5:
+            if code == ext.ORDERED_DICT and body and body[0] == 0x91:  # [[...]]
+                # One list less for each level, too: before Python 3.11 calls in C
+                # count, and 256 levels would not fit in the usual 1000.
+                return _ordered_dict([_decode(body[1:], ext_hook=self.extension)])
             items = _decode(body, ext_hook=self.extension)
             if type(items) is not list:
                 raise CodecError("the body of a container is malformed")
