@@ -50,11 +50,26 @@ def build(state: Any) -> Any:
     }:
         raise CodecError("a TensorDict arrived without its entries or batch size")
     entries, batch_size = dict(state["entries"]), state["batch_size"]
-    device = None
-    if state["has_device"]:
-        found = (getattr(value, "device", None) for value in entries.values())
-        device = next(filter(None, found), torch.device("cpu"))
     for key in state.get("data", ()):
         entries[key] = NonTensorData(entries[key], batch_size=batch_size)
+    device = None
+    if state["has_device"]:
+        found = map(_device_of_tensors, entries.values())
+        device = next(filter(None, found), torch.device("cpu"))
     names = state["names"] if any(state["names"]) else None
     return TensorDict(entries, batch_size=batch_size, names=names, device=device)
+
+
+def _device_of_tensors(value: Any) -> Any:
+    """The device of an entry; None if no tensor is in it.
+
+    What is nested and has none knows that it had a device, not where the others are.
+    """
+    import torch
+    from tensordict import is_tensor_collection
+
+    if isinstance(value, torch.Tensor):
+        return value.device
+    if is_tensor_collection(value) and any(True for _ in value.keys(True, True)):
+        return value.device
+    return None

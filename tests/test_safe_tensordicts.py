@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from payload_checks import CODEC, area_of, same, travel
 from tensordict import (
     LazyStackedTensorDict,
     MemoryMappedTensor,
+    NonTensorData,
     PersistentTensorDict,
     TensorDict,
     TensorDictParams,
@@ -20,7 +23,15 @@ from tensordict import (
 from mq.errors import CodecError
 from mq.safe_types import add_safe_types, remedy
 
-add_safe_types(TensorDict)
+
+@dataclasses.dataclass
+class Settings:
+    """An application's object with a device of its own."""
+
+    device: Any
+
+
+add_safe_types(TensorDict, Settings)
 
 
 def stack() -> Any:
@@ -109,3 +120,35 @@ def test_the_device_of_what_is_nested_is_the_device() -> None:
     area = area_of(CODEC.encode(TensorDict({"inner": inner}, [2], device="cpu")))
     found = CODEC.decode(area, device="meta")
     assert (found.device, found["inner", "a"].device) == (torch.device("meta"),) * 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "cuda:9", "trainer-1", 3])
+def test_an_object_of_the_application_is_not_asked_for_the_device(device: Any) -> None:
+    """It may have one, for the TensorDict's or for something else."""
+    settings = Settings(device)
+    entries = {"settings": NonTensorData(settings), "a": torch.ones(2)}
+    found = travel(TensorDict(entries, [], device="cpu"))
+    assert (found.device, found["settings"]) == (torch.device("cpu"), settings)
+    assert same(found["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "text",
+        NonTensorData(np.ones(2)),
+        NonTensorData(torch.ones(2)),
+        {},
+        {"text": "text", "deeper": {}},
+    ],
+    ids=repr,
+)
+def test_what_has_no_tensors_does_not_tell_the_device(first: Any) -> None:
+    """Wherever it is: the tensors do, also those that are nested."""
+    tensors = {"a": torch.ones(2), "inner": {"b": torch.ones(2)}}
+    for key in tensors:
+        sent = TensorDict({"first": first, key: tensors[key]}, [], device="cpu")
+        found = CODEC.decode(area_of(CODEC.encode(sent)), device="meta")
+        assert found.device == torch.device("meta")
+    nothing = TensorDict({"first": first}, [], device="cpu")
+    assert travel(nothing).device == torch.device("cpu")
