@@ -327,6 +327,35 @@ def test_a_request_that_cannot_be_decoded_is_waited_for_by_nobody() -> None:
         assert client(request(2))["action"].shape == (2,)
 
 
+@pytest.mark.parametrize("topic", [REQUEST_TOPIC, SERVING])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        {"hello": 1},
+        None,
+        {"number": 1, "input": torch.zeros(4)},
+        {"number": "one", "input": request(1)},
+    ],
+    ids=["other keys", "no dict", "no tensordict", "no number"],
+)
+def test_what_is_no_request_does_not_end_the_server(
+    topic: str, junk: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged with who sent it; the next request is answered."""
+    with (
+        mq.connect("inproc", group="torchrl-junk", name="server") as one,
+        mq.connect("inproc", group="torchrl-junk", name="actor") as two,
+        mq.connect("inproc", group="torchrl-junk", name="stranger") as three,
+        InferenceServer(policy(), MqTransport(one, serves=True)),
+    ):
+        client = MqTransport(two, timeout=10).client()
+        three.publish(topic, junk)
+        three.flush(timeout=60)
+        found = client.submit(request(1)).result(timeout=20)
+        assert found["action"].shape == (2,)
+    assert "'stranger'" in caplog.text
+
+
 def test_lost_answers_are_waited_for_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

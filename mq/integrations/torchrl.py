@@ -207,13 +207,19 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
     def _receive(self, timeout: float) -> bool:
         """Whether another request came in so many seconds."""
         try:
-            self._pending.append(self._queue.recv(timeout))
+            message = self._queue.recv(timeout)
         except mq.RecvTimeout:
             return False
         except (mq.MessagesLost, mq.CodecError) as error:
             # One actor's trouble, of which its own end knows nothing; others go on.
             logger.warning("%r: %s", self._queue, error)
             self._dropped.setdefault(error.sender, []).append(EVERY)
+            return True
+        if _is_request(message):
+            self._pending.append(message)
+        else:
+            text = "%r: dropped what %r published on %r, which is no request"
+            logger.warning(text, self._queue, message.sender, message.topic)
         return True
 
     def drain(
@@ -280,6 +286,17 @@ class MqTransport(InferenceTransport):  # type: ignore[misc]
     ) -> None:
         payload = {"numbers": numbers, **answer}
         self._queue.publish(replies(actor), payload, timeout=timeout)
+
+
+def _is_request(message: mq.Message) -> bool:
+    """Whether it is as `submit` sends it; what is not would end the server's thread."""
+    payload = message.payload
+    return (
+        message.topic == REQUESTS
+        and type(payload) is dict
+        and type(payload.get("number")) is int
+        and isinstance(payload.get("input"), TensorDictBase)
+    )
 
 
 class Answer:
