@@ -25,10 +25,12 @@ needs_ding = pytest.mark.skipif(
 
 def start(*arguments: str | Path, heard: Path | str = "") -> tuple[int, str]:
     """Run Python; its exit status, and what it said on stderr."""
+    # DI-engine's log would break lines that are wider than a terminal.
+    own = {"WANDB_MODE": "disabled", "DING_HEARD": str(heard), "COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=HERE.parent,
-        env=os.environ | {"WANDB_MODE": "disabled", "DING_HEARD": str(heard)},
+        env=os.environ | own,
         capture_output=True,
         text=True,
         timeout=180,
@@ -112,3 +114,13 @@ def test_the_last_line_says_why_no_worker_can_run(
     status, said = start(HERE / "ding_program.py", mq_type, tmp_path / "heard")
     assert status == 1
     assert reason in said.splitlines()[-1]
+
+
+@needs_ding
+def test_a_worker_whose_handler_raised_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    """DI-engine's listener ends by it: the worker is no subscriber, and emits on."""
+    path = tmp_path / "listening"
+    status, said = start(HERE / "ding_deaf.py", "shm", path)
+    assert status == 0, said
+    assert path.read_text() == "['node-2'] []"
+    assert "node 1 hears no more events: ValueError: no such work" in said

@@ -18,15 +18,18 @@ on several hosts, meet when `MQ_GROUP` and `MQ_RENDEZVOUS` say so (between hosts
 `MQ_LISTEN` and `MQ_SECRET`, too), with different `node_ids`.
 
 Other than DI-engine's own queues, nothing is lost: who emits waits for listeners that
-are behind.
+are behind. A worker in which a handler has raised hears no more events, with any queue;
+with ours an error says so, and nobody waits for it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import inspect
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,6 +75,9 @@ class Queue(DingQueue):  # type: ignore[misc]
         **_: object,
     ) -> None:
         self.attach_to = list(earlier)
+        self._topics: set[str] = set()
+        self._is_deaf = False
+        self._lock = threading.Lock()  # of what is subscribed
         self._queue = mq.connect(backend, group=group, name=member)
         self._queue.wait_for_members(workers, timeout=_TOGETHER)
 
@@ -82,10 +88,22 @@ class Queue(DingQueue):  # type: ignore[misc]
         self._queue.publish(topic, data)
 
     def subscribe(self, topic: str) -> None:
-        self._queue.subscribe(topic)
+        with self._lock:
+            if not self._is_deaf:
+                self._topics.add(topic)
+                self._queue.subscribe(topic)
 
     def unsubscribe(self, topic: str) -> None:
-        self._queue.unsubscribe(topic)
+        with self._lock:
+            self._topics.discard(topic)
+            self._queue.unsubscribe(topic)
+
+    def turn_deaf(self) -> None:
+        """Listen to nothing from now on: nobody receives, and others would wait."""
+        with self._lock, contextlib.suppress(mq.Closed):
+            self._is_deaf = True
+            for topic in self._topics:
+                self._queue.unsubscribe(topic)
 
     def recv(self) -> tuple[str, bytes] | None:
         """The next topic and its data; None when the queue is stopped."""
@@ -131,6 +149,7 @@ def register() -> None:
     Parallel._mq = None
     for name in ("on", "once"):
         setattr(Parallel, name, _listening_first(name))
+    Parallel.listen = _telling_why_it_ends(Parallel.listen)
 
 
 def _listening_first(name: str) -> Callable[..., None]:
@@ -144,6 +163,29 @@ def _listening_first(name: str) -> Callable[..., None]:
         getattr(self._event_loop, name)(event, fn)
         if self.is_active:
             self._mq.subscribe(event)
+
+    return listen
+
+
+def _telling_why_it_ends(theirs: Callable[..., None]) -> Callable[..., None]:
+    """`Parallel.listen`, the main function of the thread that hears events.
+
+    DI-engine ends it by the event after the one whose handler has raised. Its worker
+    goes on.
+    """
+
+    @functools.wraps(theirs)
+    def listen(self: Parallel) -> None:
+        queue = self._mq
+        try:
+            theirs(self)
+        except Exception as error:
+            # When the worker ends, what DI-engine takes down under it may raise here.
+            if self.is_active and isinstance(queue, Queue):
+                said = f"{type(error).__name__}: {error}"
+                logger.error("node %s hears no more events: %s", self.node_id, said)
+                queue.turn_deaf()
+            raise
 
     return listen
 
