@@ -382,7 +382,8 @@ _HINTS: Final = {
     "tensordict.tensorclass:NonTensorStack": (
         "register it with mq.add_safe_types(NonTensorStack, "
         "encode=NonTensorStack.tolist, decode=NonTensorStack.from_list) on both sides, "
-        "or pass allow_pickle=True to mq.connect on both sides"
+        "which turns items that are lists into stacks, or pass allow_pickle=True to "
+        "mq.connect on both sides"
     ),
     "builtins:memoryview": "convert it with bytes(...) or numpy.frombuffer",
     "builtins:range": "convert it with list(...)",

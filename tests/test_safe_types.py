@@ -138,7 +138,8 @@ def test_a_stack_in_a_tensordict_is_refused_with_remedies_that_help(
     sent = TensorDict({"s": NonTensorStack.from_list([items, items])}, [2, 2])
     remedies = (
         r"\['s'\]: a .*NonTensorStack is .* mq\.add_safe_types\(NonTensorStack, "
-        r"encode=NonTensorStack\.tolist, decode=NonTensorStack\.from_list\) .*pickle"
+        r"encode=NonTensorStack\.tolist, decode=NonTensorStack\.from_list\) .*"
+        r"items that are lists into stacks.*pickle"
     )
     with pytest.raises(CodecError, match=remedies):
         CODEC.encode(sent)
