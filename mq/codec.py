@@ -83,7 +83,7 @@ class Codec:
     - Pads of structured dtypes are not kept, nor that one was made with `align=True`,
       which leaves it equal, and `numpy.record` as the type of one arrives as
       `numpy.void`. A single record is read-only, so that it can be in a set.
-    - A `TensorDict` arrives unlocked.
+    - A `TensorDict` arrives unlocked; what is no tensor in it has its batch size.
 
     Args:
         allow_pickle: Whether any other object travels, and is accepted, as a pickle;

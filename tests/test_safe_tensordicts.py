@@ -114,6 +114,14 @@ def test_what_is_no_tensor_stays_what_it_is(value: Any) -> None:
     assert type(found.get("k")) is type(sent.get("k"))
 
 
+@pytest.mark.parametrize("value", [5, "text"])
+def test_what_is_no_tensor_has_the_batch_size_of_its_tensordict(value: Any) -> None:
+    """Though its own had more dimensions, which do not travel."""
+    entry = NonTensorData(value, batch_size=[3, 2])
+    found = travel(TensorDict({"k": entry}, [3])).get("k")
+    assert (found.data, found.batch_size) == (value, (3,))
+
+
 def test_the_device_of_what_is_nested_is_the_device() -> None:
     """Where there is no tensor beside it."""
     inner = TensorDict({"a": torch.ones(2)}, [2], device="cpu")
