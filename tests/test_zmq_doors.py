@@ -180,3 +180,17 @@ def test_whoever_does_not_answer_is_dialled_unasked_the_next_time(
         finally:
             theirs.close()
             poller.close()
+
+
+def test_no_door_waits_where_the_class_of_sockets_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gevent's heeds what it is told later, but not a flag of the socket's type."""
+
+    class Replaced(socket.socket):
+        def __init__(self, family: int, kind: int) -> None:
+            super().__init__(family, kind & ~socket.SOCK_NONBLOCK)
+
+    monkeypatch.setattr(socket, "socket", Replaced)
+    with _zmq_doors._datagrams() as sock:
+        assert sock.gettimeout() == 0.0

@@ -65,7 +65,8 @@ def _names_of(endpoint: str) -> list[str]:
 
 def _datagrams() -> socket.socket:
     """A socket that tells of each datagram whose it is."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    sock.setblocking(False)  # gevent's would wait with SOCK_NONBLOCK in the type
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     return sock
 
