@@ -17,7 +17,7 @@ from mq.message import check_topic
 from mq.options import whole
 from mq.seconds import seconds
 from mq.transport import LINGER_SECONDS, Capabilities
-from mq.undisturbed import undisturbed
+from mq.undisturbed import Stopper, undisturbed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = Log(__name__)
 
+CLOSE_SECONDS: Final = 30.0
+"""For so long `close` delivers, unless it is told otherwise."""
 HURRIED_SECONDS: Final = 0.1
 """For so long engines send what they have, the farewell, after a Ctrl-C in `close`."""
 PAUSE_SECONDS: Final = 0.01
@@ -217,7 +219,7 @@ class Membership:
 
     # -- end ----------
 
-    def close(self, linger: float | None = 30.0) -> None:
+    def close(self, linger: float | None = CLOSE_SECONDS) -> None:
         """Deliver what was published, leave the group, free everything. Idempotent.
 
         Called in the middle of the queue's own work, by a destructor or a handler of a
@@ -229,11 +231,15 @@ class Membership:
             linger: Seconds to deliver at most; what then remains is counted in a
                 warning. None: as long as it takes.
         """
+        self._close(linger, Stopper())
+
+    def _close(self, linger: float | None, stopper: Stopper) -> None:
+        """As `close`, which delivers no longer than until it is stopped."""
         linger = float("inf") if linger is None else linger
         driver = self._driver
         if driver.forked:
             return
-        deadline = time.monotonic() + seconds("linger", linger)
+        linger, begin = seconds("linger", linger), time.monotonic()
         driver.end_calls()
         me = threading.get_ident()
         if self._freer == me or (self._close_lock.locked() and self._closer == me):
@@ -251,28 +257,31 @@ class Membership:
             with self._close_lock:
                 self._closer = me
                 if not self._closed:
-                    self._end(linger, deadline)
+                    # Only now: what another thread delivers is not to be cut short.
+                    stopper.on_stop(functools.partial(driver.hurry, begin))
+                    self._end(linger, begin)
         log.flush()
 
     def close_at_exit(self, linger: float) -> None:
         """As `close`, which the caller of a call that it ends did not call."""
         if not self._driver.closing:
             self._driver.ender = "the process ends"
+        self._driver.hurry(time.monotonic() + linger)  # another thread's close, too
         self.close(linger)
 
-    def _end(self, linger: float, deadline: float) -> None:
+    def _end(self, linger: float, begin: float) -> None:
         driver = self._driver
         to_send = HURRIED_SECONDS
         # A signal's handler may fork meanwhile: the parent goes on.
         with contextlib.suppress(ForkedProcess):
             try:
-                left = driver.leave("closed", deadline)
+                left = driver.leave("closed", begin + linger)
                 to_send = LINGER_SECONDS
                 if left:
                     logger.warning(
                         "%r closed with messages undelivered after %g s: %s",
                         self,
-                        linger,
+                        min(linger, round(time.monotonic() - begin, 3)),
                         driver.describe_feeds(left),
                     )
             finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,11 @@ from mq.blocking import BlockingQueue
 from mq.descriptors import out_of_descriptors
 from mq.errors import Closed, TransportUnavailable
 from mq.lines import Lines, Place, let_others_run
+from mq.membership import CLOSE_SECONDS
 from mq.message import CLEAR, Message
 from mq.options import switch
 from mq.seconds import deadline_after
+from mq.speed import Lock
 from mq.undisturbed import Stopper, undisturbed
 
 if TYPE_CHECKING:
@@ -221,17 +224,33 @@ class MQ(BlockingQueue):
 
     async def __aexit__(self, *exc_info: object) -> None:
         import asyncio
-        from concurrent.futures import ThreadPoolExecutor
+        from concurrent.futures import Future
 
         try:
-            loop = asyncio.get_running_loop()
+            asyncio.get_running_loop()
         except RuntimeError:  # another library's
             self.close()
             return
-        # Not asyncio's own threads: calls that this is to end may have them all.
-        executor = ThreadPoolExecutor(1, "mq-close")
-        closing = loop.run_in_executor(executor, self.close)
+        closed: Future[None] = Future()
+        closed.set_running_or_notify_cancel()  # who is cancelled leaves it closing
+        stopper = Stopper()
+
+        def close() -> None:
+            try:
+                self._close(CLOSE_SECONDS, stopper)
+            except BaseException as error:
+                closed.set_exception(error)
+            else:
+                closed.set_result(None)
+
+        # Not asyncio's own threads: calls that this is to end may have them all. And a
+        # daemon: exit waits for the queue, but not for as long as this would deliver.
+        thread = threading.Thread(target=close, name="mq-close", daemon=True)
         try:
-            await closing
-        finally:
-            executor.shutdown(wait=not closing.cancelled())
+            with Lock():  # half started, it would be listed by `threading` for ever
+                thread.start()
+            await asyncio.wrap_future(closed)
+            thread.join()
+        except BaseException:
+            stopper.stop()
+            raise

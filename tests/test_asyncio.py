@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import mq
 from mq import lines
 from mq.mesh import waiting
 from mq.mesh.lead import _KEEPER
+from mq.testing.waiting import wait_until
 
 Pair = tuple[mq.MQ, mq.MQ]
 
@@ -174,6 +176,25 @@ def test_the_end_of_a_block_needs_no_thread_of_asyncios() -> None:
                 await reading
 
     asyncio.run(run())
+
+
+def test_a_cancelled_end_of_a_block_cuts_no_other_close_short(pair: Pair) -> None:
+    """It waits for one in another thread, which delivers as it was told."""
+    a, b = pair
+    closing = threading.Thread(target=a.close, args=(None,))
+
+    async def run() -> None:
+        async with a:
+            closing.start()
+            wait_until(a._close_lock.locked, "the other close")
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+
+    with b._driver.lock, pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+    closing.join()
+    assert min(a._driver._leave_by) > time.monotonic()
 
 
 def test_a_block_closes_the_queue_without_a_loop_of_asyncios() -> None:

@@ -507,3 +507,82 @@ def test_what_was_closed_at_exit_does_not_blame_a_call_of_close() -> None:
     """The user never made one."""
     closed = "inproc queue 'one' of group 'after' is closed: the process ends\n"
     assert output_of(AFTER_EXIT, timeout=60.0) == closed
+
+
+ENDING = """
+import asyncio, os, signal, threading
+import mq
+from mq import exits
+from mq.testing.waiting import current_frames, wait_until
+
+def hold():
+    with silent._driver.lock:
+        held.set()
+        threading.Event().wait()
+
+def lingers():
+    for frame in current_frames().values():
+        while frame is not None and frame.f_code.co_name != "leave":
+            frame = frame.f_back
+        if frame is not None:
+            return True
+    return False
+
+def interrupt():
+    wait_until(lingers, "close")
+    os.kill(os.getpid(), signal.SIGINT)
+
+async def block():
+    async with loud:
+        pass
+
+silent, loud = (
+    mq.connect("inproc", group="ending", name=name, peer_timeout=None)
+    for name in ("silent", "loud")
+)
+silent.subscribe("t")
+held = threading.Event()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+exits.unregister(silent)  # its lock is never given back
+loud.publish("t", 1)
+leave = loud._driver.leave
+loud._driver.leave = lambda reason, deadline: leave(reason, float("inf"))
+"""
+
+CANCELLED = """
+threading.Thread(target=interrupt).start()
+try:
+    asyncio.run(block())
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_at_the_end_of_an_asynchronous_block_ends_the_process() -> None:
+    """As one at the end of a plain block does, however long it may linger."""
+    assert output_of(ENDING + CANCELLED, timeout=60.0) == "interrupted\n"
+
+
+STOPPED = """
+async def stop():
+    task = asyncio.create_task(block())
+    while not lingers():
+        await asyncio.sleep(0)
+    raise SystemExit
+
+exits.EXIT_LINGER = 0.0
+asyncio.new_event_loop().run_until_complete(stop())
+"""
+
+IN_A_DAEMON = """
+exits.EXIT_LINGER = 0.0
+threading.Thread(target=loud.close, daemon=True).start()
+wait_until(lingers, "close")
+"""
+
+
+@pytest.mark.parametrize("under_way", [STOPPED, IN_A_DAEMON])
+def test_exit_gives_a_close_under_way_no_longer_than_its_own(under_way: str) -> None:
+    """Of a block whose loop runs no more, or in a thread that is not waited for."""
+    output_of(ENDING + under_way, timeout=60.0)

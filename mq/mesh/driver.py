@@ -34,6 +34,7 @@ class Driver(Publishing):
         self._subscriber = mesh.subscriber
         self._inbox = mesh.subscriber.inbox
         self.stranded: deque[list[Any]] = deque()
+        self._leave_by: list[float] = []  # the first of these counts
 
     def wait_until(self, reached: Callable[[], bool], timeout: float | None) -> bool:
         """Wait for something to become true.
@@ -178,15 +179,28 @@ class Driver(Publishing):
         with self.lock:
             return self._publisher.marks()
 
+    def hurry(self, deadline: float) -> None:
+        """Have `leave` deliver no longer than that, if it is under way, too.
+
+        From any thread, and never waits.
+        """
+        self._leave_by.append(deadline)
+        self.poller.wake()
+
     def leave(self, reason: str, deadline: float) -> list[tuple[Feed, int]]:
         """Deliver what was published, say BYE, stop the mesh.
 
         Other calls must already have been ended by `closing`.
 
+        Args:
+            reason: What the others are told.
+            deadline: Until when to deliver, unless `hurry` says an earlier time.
+
         Returns:
             What could not be delivered until the deadline.
         """
-        mesh = self.mesh
+        mesh, leave_by = self.mesh, self._leave_by
+        leave_by.append(deadline)
         with self.lock:
             self._changes.notify_all()
             self._listeners.tell()
@@ -197,14 +211,14 @@ class Driver(Publishing):
                     while True:
                         self._poll(flush=True)
                         marks = self._publisher.unsettled(marks)
-                        if not marks or not self._sleep(deadline):
+                        if not marks or not self._sleep(min(leave_by)):
                             break
                 finally:
                     mesh.leave(reason)  # after a Ctrl-C, too
-                last = max(deadline, time.monotonic() + 0.1)
-                last = min(last, time.monotonic() + 1.0)
+                said = time.monotonic()
                 while True:
                     self._poll(flush=True)
+                    last = min(max(min(leave_by), said + 0.1), said + 1.0)
                     if mesh.has_left() or not self._sleep(last):
                         break
             finally:
