@@ -101,14 +101,31 @@ def test_env_refuses_what_can_be_no_host(host: str) -> None:
 
 
 def test_env_does_not_see_an_earlier_attempt(store_port: int) -> None:
-    """The records of a run that was restarted are those of another group."""
+    """The records of one agent's run before a restart are those of another group."""
     environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
     environ |= {"MASTER_PORT": str(store_port), "TORCHELASTIC_RUN_ID": "restarted"}
+    environ |= {"GROUP_WORLD_SIZE": "1"}
     for attempt in ("0", "1"):
         environ["TORCHELASTIC_RESTART_COUNT"] = attempt
         store = torchrun.TorchrunStore("g", 20.0, environ)
         assert store.claim(record("x", attempt)).holder is None
         store.close()
+
+
+def test_env_does_not_split_a_group_by_the_restarts_of_its_nodes(
+    store_port: int,
+) -> None:
+    """Each agent counts its own: members of one attempt may come with two counts."""
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ |= {"MASTER_PORT": str(store_port), "TORCHELASTIC_RUN_ID": "two nodes"}
+    environ |= {"GROUP_WORLD_SIZE": "2"}
+    with contextlib.ExitStack() as stack:
+        for count in ("0", "1"):
+            environ["TORCHELASTIC_RESTART_COUNT"] = count
+            store = torchrun.TorchrunStore("g", 20.0, environ)
+            stack.enter_context(contextlib.closing(store))
+            assert store.claim(record(count, count)).holder is None
+        assert [entry.record.name for entry in store.records()] == ["0", "1"]
 
 
 def test_a_list_of_names_without_end_is_not_read(store_port: int) -> None:

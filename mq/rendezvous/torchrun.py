@@ -1,9 +1,11 @@
 """A rendezvous in the key-value store that torchrun runs for its workers.
 
 mq is only ever a client of that store, and only under keys of its own: group, run id
-and restart count, so that nothing of an earlier attempt is seen, unless one of its
-processes that lives on finds a later store at the same address. The store has no
-clock: a renewal changes a counter, and a lease ends when a reader has seen the same
+and, with one agent, its restart count, so that nothing of an earlier attempt is seen,
+unless one of its processes that lives on finds a later store at the same address.
+Several agents count apart, and agree on nothing that tells attempts apart: there the
+records of an earlier attempt are seen until their members are found dead. The store has
+no clock: a renewal changes a counter, and a lease ends when a reader has seen the same
 counter for so long. It has no authentication either, so it keeps no secret.
 """
 
@@ -102,10 +104,9 @@ class TorchrunStore(CellStore[_Stored]):
         self.timeout = timeout
         self.until = until
         self.description = f"torchrun's store at {self._host}:{self._port}"
-        run = [
-            environ.get("TORCHELASTIC_RUN_ID", ""),
-            environ.get("TORCHELASTIC_RESTART_COUNT", ""),
-        ]
+        run = [environ.get("TORCHELASTIC_RUN_ID", "")]
+        if environ.get("GROUP_WORLD_SIZE", "1") == "1":
+            run.append(environ.get("TORCHELASTIC_RESTART_COUNT", ""))
         scope = hashlib.sha256(json.dumps([group, *run]).encode()).hexdigest()[:24]
         self._prefix = f"mq/{scope}"
         self._stopped = threading.Event()
