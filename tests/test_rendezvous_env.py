@@ -56,6 +56,15 @@ def test_env_gives_up_in_time_where_no_store_listens() -> None:
     assert time.monotonic() - begin < 10
 
 
+def test_env_says_who_begins_the_store_that_no_agent_hosts() -> None:
+    """As torchrun has it where TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1."""
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ |= {"MASTER_PORT": str(free_port())}
+    environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    with pytest.raises(ConnectTimeout, match=r"call .*init_process_group before"):
+        torchrun.TorchrunStore("g", 0.5, environ)
+
+
 def test_env_names_an_unknown_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens there, but that is not what is wrong."""
 

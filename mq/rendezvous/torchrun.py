@@ -120,10 +120,13 @@ class TorchrunStore(CellStore[_Stored]):
         self._again_at = -math.inf
         forks.register(self)
         deadline = self.deadline()
-        self._await_listener(deadline)
+        first = "start under torchrun, let rank 0 start its store first"
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+            first = "call init_process_group before connect, on rank 0 at least"
+        self._await_listener(deadline, first)
         self._open(deadline)
 
-    def _await_listener(self, deadline: float) -> None:
+    def _await_listener(self, deadline: float, first: str) -> None:
         problem = f"nobody listens at {self.description}"
         while True:
             remaining = deadline - time.monotonic()
@@ -136,8 +139,7 @@ class TorchrunStore(CellStore[_Stored]):
                     problem = f"{self._host!r} of {self.description} is no known host"
                 if remaining <= 0 or isinstance(error, ConnectTimeout):
                     raise ConnectTimeout(
-                        f"{problem} (MASTER_ADDR and MASTER_PORT); start under "
-                        "torchrun, let rank 0 start its store first, or give "
+                        f"{problem} (MASTER_ADDR and MASTER_PORT); {first}, or give "
                         "another rendezvous"
                     ) from error
             self._stopped.wait(min(_RETRY_SECONDS, remaining))
