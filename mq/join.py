@@ -90,6 +90,12 @@ class Joined:
         self.pool.trim(IDLE_MEMORY_SECONDS)
         self.link.trim(IDLE_MEMORY_SECONDS)
         meeting, record, mesh = self.meeting, self.record, self.driver.mesh
+        if self.link.ended and not mesh.replaced:
+            mesh.replace(self.link.ended)
+            self.driver.poller.wake()
+            logger.warning(
+                "queue %r can only be closed: %s", mesh.config.name, mesh.replaced
+            )
         if meeting is None or record is None:
             mesh.forgotten.clear()
             return

@@ -62,8 +62,7 @@ class Capabilities:
     """What a transport can do, as data: for `mq transports`, tests and the bench.
 
     Attributes:
-        reach: How far it carries: between threads of one process, processes of one
-            host, or hosts.
+        reach: How far: between threads of one process, processes of one host, or hosts.
         devices: Kinds of memory it moves without staging: a subset of {"cpu", "cuda"}.
         survives_fork: Whether `connect` works in a forked child of a process that
             already used this transport.
@@ -283,8 +282,7 @@ class Link(ABC):
             on over another one, so that `Conn.whole_bytes` of one says nothing.
         malformed: How many messages and connections were dropped: no member sends
             such, but for dials that end before their hello, as another was faster.
-        lender: Memory that peers on this host read in place, where there is any; set
-            by `open`.
+        lender: Memory that peers on this host read in place, if any; set by `open`.
         devices: Of which tensors some connection may carry; set by `open`.
         piece_bytes: The largest body that is a tensor, in bytes.
         insecure: Whether the user has said `insecure=True`; set before `open`. The
@@ -364,11 +362,13 @@ class Link(ABC):
         return
 
     def describe(self) -> Mapping[str, str]:
-        """What was chosen for the engine, by default too; for `MQ.describe` and logs.
-
-        Called between `open` and `close`.
-        """
+        """Of an open link: what was chosen, by default too; for `MQ.describe`, logs."""
         return {}
+
+    @property
+    def ended(self) -> str:
+        """Why it never carries anything again, if so: its member's calls end then."""
+        return ""
 
     def trim(self, idle_seconds: float) -> None:
         """Give back memory for messages that nobody has used for so long.

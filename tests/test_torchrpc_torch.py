@@ -191,3 +191,34 @@ def test_an_agent_of_the_application_is_used_within_its_group() -> None:
                 process.join(PATIENCE)
                 process.close()
                 pipe.close()
+
+
+SHUT_DOWN = """
+import os
+import warnings
+os.environ["TP_SOCKET_IFNAME"] = "lo"
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+warnings.simplefilter("ignore")
+import mq
+from torch.distributed import rpc
+
+rpc.init_rpc("app", rank=0, world_size=1)
+met = mq.connect("torchrpc", group="shut down", name="met", peer_timeout=2)
+alone = mq.connect("torchrpc", group="alone", listen="torchrpc://127.0.0.1:0")
+met.subscribe("t", timeout=60)
+rpc.shutdown(graceful=False)
+for queue in (met, alone):
+    for call in (lambda: queue.recv(timeout=60), lambda: queue.publish("t", 0)):
+        try:
+            call()
+        except mq.Closed as error:
+            print(error)
+    queue.close()
+"""
+
+
+def test_a_queue_over_an_agent_that_the_application_ended_says_so() -> None:
+    """There is no other one for it, and calls that wait would wait for ever."""
+    said = output_of(SHUT_DOWN).splitlines()
+    reason = "is closed: the application has shut down its RPC agent, used here"
+    assert [line.endswith(reason) for line in said] == [True] * 4

@@ -153,14 +153,20 @@ class TorchRpcLink(Link):
         """
         if self.agent.alive:
             return
-        if self.agent.worker:
-            raise OSError("the application has shut down its RPC agent, used here")
+        if self.ended:
+            raise OSError(self.ended)
         try:
             agent = shared.acquire(self._options)
         except (TransportUnavailable, ValueError) as error:
             raise OSError(f"the RPC agent was shut down: {error}") from error
         shared.release(self.agent)
         self.agent = agent
+
+    @property
+    def ended(self) -> str:
+        if self.agent.worker and not self.agent.alive:
+            return "the application has shut down its RPC agent, used here"
+        return ""
 
     def _check_host(self, hosts: Sequence[str]) -> None:
         bound = self.agent.url.partition("://")[2].rpartition(":")[0]
@@ -197,7 +203,8 @@ class TorchRpcLink(Link):
         host, port, link = net.split(address)
         self._revive()
         sock = control.unconnected(host)
-        conn = self._new(address, sock)
+        conn = RpcConn(self, address, sock)
+        self._alive[conn] = None
         conn.whom = address
         try:
             conn.promise = self.agent.descriptors.promise()
@@ -208,11 +215,6 @@ class TorchRpcLink(Link):
             return conn
         conn.expect()
         self._sockets.send(sock, self._greeting(conn, link).note())
-        return conn
-
-    def _new(self, address: str, sock: Control) -> RpcConn:
-        conn = RpcConn(self, address, sock)
-        self._alive[conn] = None
         return conn
 
     def read(self, sock: Control, note: dict[str, Any]) -> None:
@@ -259,12 +261,8 @@ class TorchRpcLink(Link):
         # First: whoever else has got this port is not what was looked for.
         if peer.link not in ("", self._id):
             raise BadNote("the link that was dialled does not listen here any more")
-        mine = (
-            control.release(torch.__version__),
-            self.agent.worker,
-            self.agent.options.channels,
-        )
-        control.compare(*mine, peer)
+        release, agent = control.release(torch.__version__), self.agent
+        control.compare(release, agent.worker, agent.options.channels, peer)
         if not peer.worker:
             try:
                 net.check_url(peer.url, self._options.transports, sock.is_within_host)

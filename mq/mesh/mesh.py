@@ -45,7 +45,8 @@ class Mesh:
 
     Attributes:
         changed: Grows whenever something happened that a waiting call may wait for.
-        replaced: Why this member must stop, once another took its name over.
+        replaced: Why this member must stop: another took its name over, or its link
+            has ended.
         forgotten: Peers that the rendezvous is told of, and if they are proven gone.
     """
 
@@ -190,7 +191,7 @@ class Mesh:
         return deadline
 
     def replace(self, reason: str) -> None:
-        """Another member has this one's name: nothing is published any more."""
+        """This member must stop: nothing is published any more."""
         self.replaced = self.replaced or reason
         self.publisher.close_gates()
         self.changed += 1
