@@ -437,7 +437,7 @@ def test_what_nobody_will_read_is_given_back(small: Group) -> None:
 
 def test_a_subscriber_given_up_while_stalled_sees_its_view_unchanged() -> None:
     """Its memory is never used again, although the publisher goes on to publish."""
-    with group_of(shm_bytes=4 * MIB, peer_timeout=1.0) as group:
+    with group_of(shm_bytes=4 * MIB, peer_timeout=3.0) as group:
         a, b, c = group.members("a", "b", "c")
         b.subscribe("t", zero_copy=True)
         c.subscribe("u", zero_copy=True)
@@ -466,11 +466,12 @@ def _hold_despite_losses(queue: mq.MQ) -> list[int]:
 
 def _be_quick_to_give_back(worker: Any) -> None:
     replace_constant("mq.join", "IDLE_MEMORY_SECONDS", 0.2)
+    replace_constant("mq.join", "MOST_UPKEEP_SECONDS", 0.5)
 
 
 def test_segments_that_nobody_uses_are_given_back_on_both_sides() -> None:
     """The owner closes them and the reader unmaps them."""
-    with group_of(peer_timeout=2.0) as group:
+    with group_of() as group:
         a, b = group.unconnected("a"), group.unconnected("b")
         for member in (a, b):
             member.ask(_be_quick_to_give_back).result()
