@@ -42,6 +42,7 @@ from mpire.pool import WorkerPool
 import mq
 from mq import registry
 from mq.log import Log
+from mq.message import check_topic
 
 logger = Log(__name__)
 
@@ -90,7 +91,7 @@ class Queue(DingQueue):  # type: ignore[misc]
     def subscribe(self, topic: str) -> None:
         with self._lock:
             if not self._is_deaf:
-                self._topics.add(topic)
+                self._topics.add(check_topic(topic))
                 self._queue.subscribe(topic)
 
     def unsubscribe(self, topic: str) -> None:
