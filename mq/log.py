@@ -27,7 +27,7 @@ BEGIN_SECONDS: Final = 1.0
 FLUSH_SECONDS: Final = 1.0
 """For so long `flush` waits for handlers, which may wait for who calls it."""
 
-_Said: TypeAlias = "tuple[str, logging.LogRecord] | threading.Event"
+_Said: TypeAlias = "tuple[str, logging.LogRecord] | _Once"
 
 
 class Log:
@@ -86,22 +86,43 @@ class Log:
         return level >= logging.root.level
 
 
+class _Once:
+    """As an Event of `threading`, which a handler of a signal that raises may break."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Let go who waits; once."""
+        self.is_set = True
+        self._lock.release()
+
+    def wait(self, deadline: float) -> None:
+        """Until it is set, or the time is over."""
+        left = max(0.0, deadline - time.monotonic())
+        if not self.is_set and self._lock.acquire(timeout=left):
+            self._lock.release()
+
+
 class _Begun:
     """A thread that was begun, and may not have come into being yet."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
-        self.is_known = threading.Event()
+        self.known = _Once()
 
     @property
     def is_over(self) -> bool:
         """Whether nothing of it is left, nor will be."""
         is_alive = self.thread is not None and self.thread.is_alive()
-        return self.is_known.is_set() and not is_alive
+        return self.known.is_set and not is_alive
 
     def wait(self, deadline: float) -> None:
         """Until it is over, or the time is."""
-        if self.is_known.wait(max(0.0, deadline - time.monotonic())) and self.thread:
+        self.known.wait(deadline)
+        if self.thread is not None:
             self.thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -149,13 +170,13 @@ class _Teller:
             return
         deadline = time.monotonic() + FLUSH_SECONDS
         if self._said or self._telling.locked():
-            event = threading.Event()
-            self._said.append(event)
+            told = _Once()
+            self._said.append(told)
             self._begin()
-            event.wait(FLUSH_SECONDS)
+            told.wait(deadline)
         for begun in list(self._begun):
             begun.wait(deadline)
-            if begun.is_over or not begun.is_known.is_set():  # it was interrupted
+            if begun.is_over or not begun.known.is_set:  # it was interrupted
                 self._begun.discard(begun)
 
     def _start(self, begun: _Begun) -> None:
@@ -169,7 +190,7 @@ class _Teller:
         except RuntimeError:
             self._run()
         finally:
-            begun.is_known.set()
+            begun.known.set()
 
     def _run(self) -> None:
         self._begun_at = -BEGIN_SECONDS  # from here on what is said is found, or begins
@@ -185,7 +206,7 @@ class _Teller:
 
 
 def _handle(said: _Said) -> None:
-    if isinstance(said, threading.Event):
+    if isinstance(said, _Once):
         said.set()
         return
     name, record = said

@@ -198,6 +198,41 @@ def test_who_says_something_takes_no_lock_of_threading() -> None:
     assert output_of(BETWEEN, timeout=SECONDS) == "0\n"
 
 
+INTERRUPTED = """
+import logging, signal
+from mq import log
+
+class Counting(logging.Handler):
+    def emit(self, record):
+        seen.append(record.getMessage())
+
+def interrupt(number, frame):
+    raise KeyboardInterrupt
+
+seen = []
+logging.getLogger("mq").addHandler(Counting())
+signal.signal(signal.SIGALRM, interrupt)
+for number in range(3000):
+    try:
+        log.Log("mq.tried").warning("%d", number)
+        signal.setitimer(signal.ITIMER_REAL, 2e-5 * (number % 30 + 1))
+        log.flush()
+    except KeyboardInterrupt:
+        pass
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        pass
+    log.flush()
+print(len(seen))
+"""
+
+
+def test_interrupts_while_it_waits_stop_no_later_flush() -> None:
+    """Nor the thread that tells: all is told in the end."""
+    assert int(output_of(INTERRUPTED, timeout=SECONDS)) > 2900
+
+
 IN_A_CHILD = """
 import logging
 import multiprocessing
@@ -292,7 +327,7 @@ def test_a_thread_that_was_to_begin_and_did_not_stops_nothing(
     monkeypatch.undo()
     monkeypatch.setattr(log, "_handle", told.append)
     monkeypatch.setattr(log, "BEGIN_SECONDS", 0.0)
-    teller.tell(said := threading.Event())
+    teller.tell(said := log._Once())
     while len(told) < 2:
         threading.Event().wait(0.001)
     assert told[1] is said
