@@ -203,22 +203,26 @@ import mq
 from torch.distributed import rpc
 
 rpc.init_rpc("app", rank=0, world_size=1)
-met = mq.connect("torchrpc", group="shut down", name="met", peer_timeout=2)
+options = {"group": "shut down", "peer_timeout": None}
+met = mq.connect("torchrpc", name="met", **options)
+other = mq.connect("torchrpc", name="other", **options)
 alone = mq.connect("torchrpc", group="alone", listen="torchrpc://127.0.0.1:0")
 met.subscribe("t", timeout=60)
+other.wait_for_subscribers("t", 1, timeout=60)
 rpc.shutdown(graceful=False)
-for queue in (met, alone):
+other.publish("t", 1)
+for queue in (met, other, alone):
     for call in (lambda: queue.recv(timeout=60), lambda: queue.publish("t", 0)):
         try:
             call()
         except mq.Closed as error:
             print(error)
-    queue.close()
+    queue.close(linger=None)
 """
 
 
 def test_a_queue_over_an_agent_that_the_application_ended_says_so() -> None:
-    """There is no other one for it, and calls that wait would wait for ever."""
+    """There is no other one for it; calls, and `close`, would wait for ever."""
     said = output_of(SHUT_DOWN).splitlines()
     reason = "is closed: the application has shut down its RPC agent, used here"
-    assert [line.endswith(reason) for line in said] == [True] * 4
+    assert [line.endswith(reason) for line in said] == [True] * 6

@@ -211,7 +211,9 @@ class Driver(Publishing):
                     while True:
                         self._poll(flush=True)
                         marks = self._publisher.unsettled(marks)
-                        if not marks or not self._sleep(min(leave_by)):
+                        if not marks or all(link.ended for link in mesh.links):
+                            break
+                        if not self._sleep(min(leave_by)):
                             break
                 finally:
                     mesh.leave(reason)  # after a Ctrl-C, too
