@@ -100,7 +100,7 @@ class Joined:
             mesh.forgotten.clear()
             return
         if not meeting.renew(record):
-            mesh.replace(f"another {record.name!r} took the name")
+            mesh.replace(f"replaced by another {record.name!r}, which took the name")
             self.driver.poller.wake()
         if mesh.replaced:  # others may have told so, too
             return

@@ -252,7 +252,7 @@ def test_who_lost_its_name_looks_after_nothing_any_more(
         monkeypatch.setattr(meeting, "recent", lambda: [Entry(late, 0.0)])
         monkeypatch.setattr(meeting, "renew", lambda _: False)
         joined.upkeep()
-        with pytest.raises(mq.Closed, match="another 'a' took the name"):
+        with pytest.raises(mq.Closed, match="replaced by another 'a'"):
             queue.recv()
 
 
