@@ -323,3 +323,20 @@ def test_a_watch_without_room_for_a_thread_closes_and_tells_what_it_can(
     watch.add(one)
     watch.close()
     assert (done.closed, copying.closed) == (1, 1)
+
+
+def test_a_watch_waits_at_its_end_for_a_driver_that_takes_its_time() -> None:
+    """Else a closed queue would leave a thread for a while."""
+
+    class Busy(Inbox):
+        def close(self) -> None:
+            threading.Event().wait(0.6)  # as one was that 14 processes kept busy
+            super().close()
+
+    watch, inbox = Watch(), Busy()
+    kept: Any = [(inbox, [])]
+    watch.let_go(kept)
+    watch.close()
+    assert watch._thread is not None
+    assert not watch._thread.is_alive()
+    assert inbox.closed == 1

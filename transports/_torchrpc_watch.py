@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from mq.devices import is_to_come
-from mq.transport import LINGER_SECONDS
 
 if TYPE_CHECKING:
     from transports._torchrpc_lanes import Inbox, Lane
@@ -24,6 +23,8 @@ class Watch:
 
     LEAST: Final = 20e-6
     MOST: Final = 1e-3
+    END_SECONDS: Final = 2.0
+    """A driver that is busy with other processes takes this long to close memory."""
 
     def __init__(self) -> None:
         self._lanes: dict[Lane, None] = {}
@@ -102,4 +103,4 @@ class Watch:
             self._lanes.clear()
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join(LINGER_SECONDS)
+            self._thread.join(self.END_SECONDS)
