@@ -32,6 +32,7 @@ __all__ = ["nng_runs", "own_temporary_directory"]
 NAME = "member.example"
 LINKS: dict[str, MakeLink] = {
     "nng": nng_links.tcp,
+    "nng:tls": functools.partial(nng_links.tls, server_name="localhost"),
     "tcp": TcpLink,
     "tls": functools.partial(TlsLink, server_name="localhost", **tls_options()),
     "torchrpc": TorchRpcLink,
@@ -146,7 +147,7 @@ def test_a_dial_does_not_wait_for_the_resolver(name: str, resolver: Resolver) ->
         world.until(opens, "OPENED")
 
 
-@pytest.mark.parametrize("name", ["nng", "tcp", "tls", "zmq"])
+@pytest.mark.parametrize("name", ["nng", "nng:tls", "tcp", "tls", "zmq"])
 def test_an_address_that_is_silent_does_not_hide_the_next(
     name: str, resolver: Resolver
 ) -> None:
@@ -159,7 +160,7 @@ def test_an_address_that_is_silent_does_not_hide_the_next(
         world.until(lambda: again in dialler.conns(What.OPENED), "OPENED again")
 
 
-@pytest.mark.parametrize("name", ["nng", "tcp", "tls", "zmq"])
+@pytest.mark.parametrize("name", ["nng", "nng:tls", "tcp", "tls", "zmq"])
 def test_dials_of_one_name_that_fail_together_begin_elsewhere(
     name: str, resolver: Resolver
 ) -> None:
@@ -172,7 +173,7 @@ def test_dials_of_one_name_that_fail_together_begin_elsewhere(
         world.until(lambda: conn in dialler.conns(What.OPENED), "OPENED")
 
 
-@pytest.mark.parametrize("name", ["nng", "tcp", "tls", "zmq"])
+@pytest.mark.parametrize("name", ["nng", "nng:tls", "tcp", "tls", "zmq"])
 def test_an_attempt_that_another_made_needless_says_nothing_of_its_address(
     name: str, resolver: Resolver
 ) -> None:

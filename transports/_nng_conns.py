@@ -39,7 +39,7 @@ class NngConn(Conn):
     Attributes:
         reason: Why it is lost or closed.
         news: What is to be reported once the peer's link has said hello.
-        target: The host and port that are dialled, or a path; None: not by a socket.
+        target: The host and port that are dialled, or a path; None: no dial has begun.
     """
 
     descriptors_taken: ClassVar[int] = 6  # its socket, a copy, and NNG's two pairs

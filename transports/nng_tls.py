@@ -6,6 +6,7 @@ Connections are NNG's TLS streams, not sockets of its patterns: see `_nng_tls`.
 from __future__ import annotations
 
 import errno
+import socket
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from transports._nng_tls import TlsChannel
 from transports.nng import NngLink
 
 _SCHEME = "tls+tcp"
+_NUMBERS = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
 
 
 class NngTlsLink(NngLink):
@@ -95,9 +97,14 @@ class NngTlsLink(NngLink):
     def dial(self, address: str) -> Conn:
         addresses.check(address, self._wires, "nng")
         assert self._tls is not None
+        host, port = addresses.split(address)
         conn = self._new(address, What.OPENED)
         try:
-            dialler = Dialler(address, self._tls.client(addresses.split(address)[0]))
+            # NNG would dial the first address of a name only; this one is tried.
+            conn.target = at = self._names.targets(host, port)[0][1]
+            numeric = addresses.bracketed(socket.getnameinfo(at, _NUMBERS)[0])
+            client = self._tls.client(host)  # which asks for the name
+            dialler = Dialler(f"{_SCHEME}://{numeric}:{port}", client)
         except OSError as error:
             conn.fail(f"cannot dial {address}: {error}")
         else:
