@@ -139,7 +139,8 @@ def explain(error: ssl.SSLError) -> str:
         return f"the peer's certificate is refused: {words}{remedy}"
     reason = error.reason or ""
     words = reason.replace("_", " ").lower()
-    if reason == "KEY_VALUES_MISMATCH":
+    # The latter where the two are of different kinds, such as RSA and EC.
+    if reason in ("KEY_VALUES_MISMATCH", "NO_CERTIFICATE_ASSIGNED"):
         return "the key is not that of the certificate"
     if "ALERT" in reason:
         return (

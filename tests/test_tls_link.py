@@ -408,9 +408,10 @@ def test_a_file_that_is_missing_or_is_something_else_is_named(
 
 
 @pytest.mark.parametrize("backend", ENGINES)
-def test_a_key_of_another_certificate_is_named(backend: str) -> None:
+@pytest.mark.parametrize("owner", ["stranger", "rsa"])
+def test_a_key_of_another_certificate_is_named(backend: str, owner: str) -> None:
     """OpenSSL compares them when they are loaded; NNG would not before a peer does."""
-    stranger = tls_options("stranger")["private_key"]
+    stranger = tls_options(owner)["private_key"]
     with pytest.raises(OSError, match="the key is not that of the certificate"):
         mq.connect(
             backend, group="tls", name="a", **{**tls_options(), "private_key": stranger}
