@@ -317,8 +317,9 @@ def test_an_address_that_is_taken_is_an_os_error(name: str) -> None:
     with World(LINKS[name], 1) as world:
         (taken,) = world.members[0].addresses
         before = os.listdir("/proc/self/fd")
-        with pytest.raises(OSError, match=taken.partition("://")[2][:20]):
+        with pytest.raises(OSError, match=taken.partition("://")[2][:20]) as caught:
             link.open(poller, [taken], None)
+        assert caught.value.errno == errno.EADDRINUSE
         assert len(os.listdir("/proc/self/fd")) == len(before)
     poller.close()
 

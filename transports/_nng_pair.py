@@ -29,6 +29,7 @@ from mq.stream.sockets import inode, quiet_seconds
 PREFIX_BYTES = 4
 HANG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _NOW = lib.NNG_FLAG_NONBLOCK
+_NUMBERS = {lib.NNG_ENOFILES: errno.EMFILE, lib.NNG_EADDRINUSE: errno.EADDRINUSE}
 
 
 def explain(code: int) -> str:
@@ -40,8 +41,7 @@ def explain(code: int) -> str:
 def check(code: int) -> None:
     """Raises: OSError, unless this is success."""
     if code:
-        number = errno.EMFILE if code == lib.NNG_ENOFILES else 0
-        raise OSError(number, f"NNG: {explain(code)}")
+        raise OSError(_NUMBERS.get(code, 0), f"NNG: {explain(code)}")
 
 
 class _Engine:
