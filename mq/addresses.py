@@ -107,10 +107,29 @@ def is_any_port(address: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Whether only processes of the same host reach a listener on this host."""
+    number = _number(host)
+    return host == "localhost" if number is None else number.is_loopback
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for all addresses of a machine, however it is spelt."""
+    number = _number(host)
+    return host == "*" if number is None else number.is_unspecified
+
+
+def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a host is, of IPv4 where IPv6 has that mapped; None: a name.
+
+    Also in the short forms that the system's resolver takes, such as 0 and 127.1.
+    """
     try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+        number = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
-        return host == "localhost"
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host))
+        except (OSError, UnicodeError):
+            return None
+    return getattr(number, "ipv4_mapped", None) or number
 
 
 def reachable_host(host: str) -> str:
@@ -119,11 +138,12 @@ def reachable_host(host: str) -> str:
     That of the default route, looking up which sends nothing; where there is none,
     that of the first interface to other hosts.
     """
-    if host == "[::]" and (own := _own_ip(socket.AF_INET6, "2001:db8::1")):
+    if not is_wildcard(host):
+        return host
+    is_ipv6 = isinstance(_number(host), ipaddress.IPv6Address)
+    if is_ipv6 and (own := _own_ip(socket.AF_INET6, "2001:db8::1")):
         return f"[{own}]"
-    if host in ("0.0.0.0", "[::]", "*"):
-        return _own_ip(socket.AF_INET, "192.0.2.1") or _interface_ip() or "127.0.0.1"
-    return host
+    return _own_ip(socket.AF_INET, "192.0.2.1") or _interface_ip() or "127.0.0.1"
 
 
 def _own_ip(family: socket.AddressFamily, elsewhere: str) -> str:

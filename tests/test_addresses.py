@@ -30,7 +30,9 @@ def without_a_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_a_default_route")
-@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "0", "*", "[::]", "[::0]", "[::ffff:0.0.0.0]", "[::ffff:0:0]"]
+)
 def test_a_wildcard_without_a_default_route_is_an_interface_to_others(
     host: str,
 ) -> None:
@@ -45,3 +47,22 @@ def test_a_wildcard_of_a_host_without_a_network_is_its_loopback(
     """There is nothing else; members of one host meet there."""
     monkeypatch.delitem(INTERFACES, "ib0")
     assert addresses.reachable_host("0.0.0.0") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.1", True),
+        ("[::1]", True),
+        ("[::ffff:127.0.0.1]", True),
+        ("localhost", True),
+        ("10.1", False),
+        ("0", False),
+        ("[fe80::1%lo]", False),
+        ("h\u00f6st", False),
+    ],
+)
+def test_loopback_is_known_in_each_spelling(host: str, expected: bool) -> None:
+    """Else it would be dialled from other hosts, where it is their own."""
+    assert addresses.is_loopback(host) is expected
