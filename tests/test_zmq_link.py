@@ -23,7 +23,7 @@ from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from mq.testing.link_world import PATIENCE, World
 from mq.transport import MAX_HEAD_BYTES, Conn, What
-from transports._zmq_conns import LEAD_BYTES, WHOLE_BYTES
+from transports._zmq_conns import LEAD_BYTES, WHOLE_BYTES, Dialled
 from transports.zmq import ZmqLink
 
 __all__ = ["own_temporary_directory"]
@@ -352,6 +352,24 @@ def test_options_and_addresses_that_make_no_sense_are_refused() -> None:
         with pytest.raises(ValueError, match="not of the form"):
             tcp().open(poller, [address], None)
     poller.close()
+
+
+def test_an_address_of_a_link_keeps_its_zone() -> None:
+    """Which is part of it: without one the system does not know the interface."""
+    index = socket.if_nametoindex("lo")
+    poller, link = Poller(), tcp()
+    link.open(poller, (), None)
+    try:
+        zoned, plain = (
+            link.dial(f"tcp://[{host}]:9") for host in ("fe80::1%lo", "::1")
+        )
+        assert isinstance(zoned, Dialled)
+        assert isinstance(plain, Dialled)
+        assert zoned.endpoint == f"tcp://[fe80::1%{index}]:9"
+        assert plain.endpoint == "tcp://[::1]:9"
+    finally:
+        link.close(0.0)
+        poller.close()
 
 
 def test_a_member_does_not_hear_what_a_closed_connection_still_says(

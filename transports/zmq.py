@@ -264,7 +264,8 @@ class ZmqLink(Link):
         if address.startswith("ipc"):
             return address
         _, at = self._names.targets(*addresses.split(address))[0]
-        return f"tcp://{addresses.bracketed(at[0])}:{at[1]}"
+        zone = f"%{at[3]}" if any(at[3:]) else ""
+        return f"tcp://{addresses.bracketed(at[0] + zone)}:{at[1]}"
 
     def unanswered(self, conn: Dialled) -> None:
         """A dial has ended without a connection: another address of a name is next.
@@ -275,7 +276,7 @@ class ZmqLink(Link):
             other.opened and other.endpoint == conn.endpoint
             for other in self.dialled.values()
         ):
-            number = addresses.split(conn.endpoint)[0].strip("[]")
+            number = addresses.split(conn.endpoint)[0].strip("[]").partition("%")[0]
             self._names.failed(addresses.split(conn.address)[0], number)
 
     def watch(self) -> None:
