@@ -31,6 +31,7 @@ def test_a_bad_group_is_refused(group: Any) -> None:
     [
         *("redis://h:1", "127.0.0.1:80", "", "tcp://h", "tcp://:5", "tcp://h:0"),
         *("tcp://h:99999", "tcp://h:1/path", "tcp://u@h:1", "tcp://0.0.0.0:5"),
+        *("tcp://*:5", "tcp://0:5", "tcp://[::]:5", "tcp://[::ffff:0.0.0.0]:5"),
         *("file://shared/x", "file://", "file:///", "env://x"),
         *("file:///tmp#run1", "file:///tmp?run=1", "file:///tmp#", "file:///tmp?"),
     ],

@@ -382,12 +382,13 @@ def test_members_choose_the_same_of_the_addresses_of_a_name(
     assert found == ["a", "b"]
 
 
-def test_routable_addresses_need_a_secret() -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", "*"])
+def test_routable_addresses_need_a_secret(host: str) -> None:
     """Without a secret only loopback is served, as host and as member."""
     with pytest.raises(TransportUnavailable, match=r"needs a secret.*MQ_SECRET"):
         open_rendezvous("tcp://192.0.2.1:5", group="g", secret=None, timeout=1.0)
     with pytest.raises(TransportUnavailable, match=r"needs a secret.*MQ_SECRET"):
-        tcp.serve("0.0.0.0", 0)
+        tcp.serve(host, 0)
 
 
 def test_a_service_without_members_serves_this_user(runtime: Path) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from mq.addresses import has_link, is_loopback, look_up
+from mq.addresses import has_link, is_loopback, is_wildcard, look_up
 from mq.descriptors import out_of_descriptors
 from mq.errors import (
     AuthenticationFailed,
@@ -102,6 +102,7 @@ def serve(host: str, port: int, secret: bytes | None = None) -> Service:
             and there is no secret; or this process can have no descriptor or thread.
     """
     deadline = time.monotonic() + _SERVE_SECONDS
+    host = "0.0.0.0" if host == "*" else host
     address = _resolve(host, port, deadline, threading.Event())
     try:
         listener, succeeds = listen(*address)
@@ -164,7 +165,7 @@ class TcpStore(Store):
         self._announced: dict[str, Record] = {}
         self._version = ""
         self._has_met = False  # somebody who listened there, if only to hang up
-        if host in ("0.0.0.0", "::"):
+        if is_wildcard(host):
             raise ValueError(
                 f"rendezvous address {host!r} stands for all addresses; name one that "
                 "every member can reach"
