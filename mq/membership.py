@@ -119,7 +119,8 @@ class Membership:
         if not self._driver.wait_until(enough, timeout):
             names = [member.name for member in self.members()]
             raise MembersTimeout(
-                f"{self!r}: {len(names)} of {n} members within {timeout:g} s: {names}"
+                f"{self!r}: {len(names)} of {n} members within {timeout:g} s: {names}; "
+                f"rendezvous: {self._meets_at}"
             )
 
     def subscribers(self, topic: str) -> list[str]:
@@ -144,13 +145,19 @@ class Membership:
             names = self.subscribers(topic)
             raise MembersTimeout(
                 f"{self!r}: {len(names)} of {n} subscribers of {topic!r} within "
-                f"{timeout:g} s: {names}"
+                f"{timeout:g} s: {names}; rendezvous: {self._meets_at}"
             )
 
     def _nothing_came(self, timeout: float | None) -> RecvTimeout:
         """What `recv` raises when its time is up."""
         hint = "" if self._mesh.subscriber.topics else "; it is subscribed to nothing"
         return RecvTimeout(f"{self!r}: no message within {timeout:g} s{hint}")
+
+    @property
+    def _meets_at(self) -> str:
+        """Where this member meets others; who does not come may meet elsewhere."""
+        meeting = self._joined.meeting
+        return "explicit" if meeting is None else meeting.description
 
     # -- state ----------
 
@@ -196,7 +203,6 @@ class Membership:
             return peers, self._mesh.config.greeting().versions, engine
 
         peers, versions, engine = self._driver.look(read)
-        meeting = joined.meeting
         sources = dict(resolved.sources)
         if not self._mesh.config.secret:  # nor has the rendezvous given one
             sources["secret"] = "none"
@@ -207,7 +213,7 @@ class Membership:
             "incarnation": self._mesh.config.incarnation,
             "addresses": list(joined.addresses),
             "engine": engine,
-            "rendezvous": "explicit" if meeting is None else meeting.description,
+            "rendezvous": self._meets_at,
             "labels": list(resolved.labels),
             "peer_timeout": resolved.peer_timeout,
             "max_message_bytes": resolved.max_message_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -103,3 +104,18 @@ def test_counters_are_plain_enough_for_json() -> None:
     assert json.loads(json.dumps(counted)) == counted
     assert counted["pool"]["in_use_bytes"] == 0
     assert counted["shared"][0]["mapped_bytes"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"listen": "tcp://127.0.0.1:0"}])
+def test_who_waits_for_others_in_vain_is_told_where_they_should_be(
+    options: dict[str, Any],
+) -> None:
+    """Others with another environment meet in another directory."""
+    with mq.connect(
+        "tcp", group="describe", name="a", secret="a secret", **options
+    ) as a:
+        place = re.escape(a.describe()["rendezvous"])
+        with pytest.raises(mq.MembersTimeout, match=f"rendezvous: {place}$"):
+            a.wait_for_members(2, timeout=0)
+        with pytest.raises(mq.MembersTimeout, match=f"rendezvous: {place}$"):
+            a.wait_for_subscribers("t", 1, timeout=0)
