@@ -258,8 +258,9 @@ def check_socket_path(path: str) -> None:
     """Refuse a path on which no unix socket can listen.
 
     Raises:
-        OSError: It is too long, somebody listens there, or it is another file's, which
-            an engine may take for what is left of a socket, and remove.
+        OSError: It is too long, its directory is missing, somebody listens there, or
+            it is another file's, which an engine may take for what is left of a socket,
+            and remove.
     """
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
         raise OSError(
@@ -267,6 +268,11 @@ def check_socket_path(path: str) -> None:
             f"the path of a unix socket has at most {SOCKET_PATH_BYTES} bytes; choose "
             f"a shorter directory than that of {path}",
         )
+    try:
+        os.stat(directory := os.path.dirname(path))
+    except FileNotFoundError as error:
+        told = f"there is no directory {directory}; make it, or leave listen out"
+        raise OSError(errno.ENOENT, told) from error
     if has_listener(path):
         raise OSError(errno.EADDRINUSE, f"somebody listens on {path} already")
     if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):

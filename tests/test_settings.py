@@ -230,6 +230,18 @@ def test_a_bad_value_is_told_with_the_variable_that_it_comes_from(
     assert f"{variable}: " not in str(caught.value)
 
 
+@pytest.mark.parametrize("backend", ["auto", "shm", "zmq:ipc"])
+def test_a_socket_file_in_no_directory_is_told_with_its_path_and_variable(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with what to do."""
+    scheme = "ipc" if backend.endswith("ipc") else "shm"
+    monkeypatch.setenv("MQ_LISTEN", f"{scheme}:///no/where/x")
+    words = f"MQ_LISTEN: cannot listen on {scheme}:///no/where/x: .*directory /no/where"
+    with pytest.raises(FileNotFoundError, match=words + "; make it, or"):
+        mq.connect(backend, group="variables")
+
+
 def test_another_error_is_not_laid_at_a_variables_door(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,6 +10,7 @@ and the size of /dev/shm does not matter.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -287,7 +288,11 @@ class ShmLink(StreamLink):
             if address
             else self._files.new(directory)
         )
-        sock = bound_unix(path)
+        try:
+            sock = bound_unix(path)
+        except OSError as error:
+            told = f"cannot listen on {_SCHEME}{path}: {error}"
+            raise OSError(error.errno or errno.EINVAL, told) from error
         self._files.add(path)
         os.chmod(path, 0o600)
         return sock, _SCHEME + path

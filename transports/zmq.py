@@ -193,15 +193,16 @@ class ZmqLink(Link):
             address = f"ipc://{self._files.new(directory)}"
         address = addresses.absolute(address)
         wire, _, rest = address.partition("://")
-        if wire == "ipc":
-            addresses.check_socket_path(rest)
-            self._files.add(rest)
-        else:
-            host, port = addresses.split(address)
-            try:
+        try:
+            if wire == "ipc":
+                addresses.check_socket_path(rest)
+                self._files.add(rest)
+            else:
+                host, port = addresses.split(address)
                 address = f"tcp://{addresses.numeric_host(host)}:{port or '*'}"
-            except OSError as error:
-                raise OSError(f"cannot listen on {address}: {error}") from error
+        except OSError as error:
+            number = error.errno or errno.EINVAL
+            raise OSError(number, f"cannot listen on {address}: {error}") from error
         sock.setsockopt(zmq.IPV6, int("[" in address))
         try:
             sock.bind(address)
