@@ -14,6 +14,7 @@ from itertools import chain
 from typing import ClassVar
 
 from mq import registry
+from mq.addresses import split
 from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.transport import LINGER_SECONDS, Capabilities, Conn, Event, Link
@@ -81,6 +82,8 @@ class AutoLink(Link):
         for link in self._links:
             if link.rank([address], True):
                 return link
+        if address.startswith(f"{self.scheme}://"):
+            split(address)  # it lacks a host or a port, and the error says so
         raise ValueError(
             f"{address!r} is an address neither of shm nor of {self._wire}, which this "
             "queue uses"

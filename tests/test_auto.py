@@ -138,6 +138,9 @@ def test_an_address_of_neither_is_refused() -> None:
     """The error names the address and what would do."""
     with pytest.raises(ValueError, match=r"udp://.*neither of shm nor of tcp"):
         mq.connect("auto", group="g", listen=["udp://127.0.0.1:1"])
+    for backend in ("auto", "auto:zmq"):
+        with pytest.raises(ValueError, match=r"h' is not of the form tcp://host:port"):
+            mq.connect(backend, group="g", listen="tcp://h", secret="a secret")
 
 
 def test_each_link_learns_what_the_queue_tells_its_own(
