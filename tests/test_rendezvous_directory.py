@@ -97,6 +97,20 @@ def test_who_cannot_write_leaves_nothing_behind(runtime: Path) -> None:
         assert names(rendezvous) == ["x"]
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_file_system_that_is_full_is_not_told_to_be_made_writable(
+    code: int, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is so already; what it needs is room."""
+
+    def fail(path: str, mode: int = 0o777) -> None:
+        raise OSError(code, os.strerror(code), path)
+
+    monkeypatch.setattr(os, "mkdir", fail)
+    with pytest.raises(TransportUnavailable, match="; make room there, or give"):
+        meet(None)
+
+
 def test_who_cannot_open_a_file_leaves_nothing_behind(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

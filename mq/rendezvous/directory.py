@@ -98,9 +98,10 @@ class DirectoryStore(CellStore[_File]):
             self.close()
             if isinstance(error, ConnectTimeout):
                 raise
-            remedy = out_of_descriptors(error) or (
-                "make it writable for this user, or give another rendezvous"
-            )
+            remedy = "make it writable for this user, or give another rendezvous"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                remedy = "make room there, or give another rendezvous"
+            remedy = out_of_descriptors(error) or remedy
             raise TransportUnavailable(
                 f"cannot meet in {self.path}: {error}; {remedy}"
             ) from error
