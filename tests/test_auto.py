@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -132,6 +133,18 @@ def test_only_auto_takes_another_wire(runtime: Path) -> None:
         assert a.stats()["peers"] == {}
         with pytest.raises(mq.RecvTimeout):
             a.recv(0)
+
+
+def test_another_user_is_told_that_shared_memory_is_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who cannot open the socket file will not by waiting longer."""
+    with mq.connect("shm", group="auto", name="a"):
+        monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.EACCES)
+        told = "Permission denied: .* one user only; use auto or tcp"
+        with pytest.raises(mq.ConnectTimeout, match=told):
+            mq.connect("shm", group="auto", name="b", connect_timeout=1.0)
+        monkeypatch.undo()
 
 
 def test_an_address_of_neither_is_refused() -> None:

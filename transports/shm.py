@@ -37,6 +37,7 @@ from mq.transport import LINGER_SECONDS, Capabilities, Event, What
 logger = Log(__name__)
 
 _SCHEME: Final = "shm://"
+_ONE_USER: Final = "shared memory is for one user only; use auto or tcp in all members"
 _BUFFER_BYTES: Final = 4 << 20
 """Of a socket: with the kernel's default, chunks take up to four times as long."""
 _NOTE: Final = struct.Struct("<BIQ")
@@ -310,7 +311,11 @@ class ShmLink(StreamLink):
         user = peer_user(sock)
         if user == os.geteuid():
             return ""
-        return f"it belongs to user {user}, and shared memory is for one user only"
+        return f"it belongs to user {user}, and {_ONE_USER}"
+
+    def explain(self, code: int) -> str:
+        why = super().explain(code)
+        return f"{why}: {_ONE_USER}" if code == errno.EACCES else why
 
     def rank(self, candidates: Sequence[str], same_host: bool) -> list[str]:
         return addresses.rank(candidates, ("shm",), same_host)

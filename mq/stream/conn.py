@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import select
 import socket
 import time
@@ -90,7 +89,7 @@ class StreamConn(Framing):
             self._socket, self.fd = None, -1  # the number may be another's soon
             self.dial(self._targets)
         else:
-            self.end(f"cannot dial {self.address}: {os.strerror(code)}")
+            self.end(f"cannot dial {self.address}: {self._link.explain(code)}")
 
     def start(self, sock: socket.socket) -> None:
         """The connection stands: shake hands, then say hello."""

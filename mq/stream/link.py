@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from abc import abstractmethod
@@ -56,6 +57,10 @@ class StreamLink(Listening[StreamConn]):
     def objection(self, sock: socket.socket) -> str:
         """Why a peer is not to be talked to, in words; empty: it is."""
         return ""
+
+    def explain(self, code: int) -> str:
+        """Why a dial failed with an error of the system, in words."""
+        return os.strerror(code)
 
     def unsent(self, sock: socket.socket) -> bool:
         """Whether the kernel holds something that a close might throw away."""
