@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mq import extensions as ext
 from mq import frames, modes, packing, repeated, safe_types
 from mq.errors import CodecError
+from mq.foreign import failure
 from mq.frames import Frames, Spread, has_buffers
 from mq.plain import decode_plain, is_plain
 from mq.safe_types import add_safe_types
@@ -218,9 +219,8 @@ class Codec:
             ) from error
         except MemoryError:
             raise
-        except Exception as error:  # of `__eq__` and `__hash__` of a registered type
-            said = safe_types.shown(error)
-            raise CodecError(f"decoding a message raised {said:.500}") from error
+        except BaseException as error:  # of `__eq__`, `__hash__` of a registered type
+            raise failure("decoding a message", error) from error
 
     def decode_ahead(self, areas: Iterable[memoryview]) -> list[Any]:
         """Payloads of messages, while that is quick and runs no application's code.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 
 from mq import extensions as ext
-from mq import safe_types
+from mq import foreign, safe_types
 from mq.errors import CodecError
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def _pack_object(packer: Packer, value: Any, depth: int) -> Any:
     except CodecError as error:
         raise Refusal(str(error)) from error
     except Exception as error:  # the application's code may raise anything
-        said = safe_types.shown(error)
+        said = foreign.shown(error)
         raise Refusal(f"encoding a {entry.name} raised {said}") from error
     try:
         packed = packer.pack(state, depth + 1)
@@ -346,7 +346,7 @@ def _check_depth(depth: int) -> None:
 
 
 def _subscript(key: Any) -> str:
-    shown = safe_types.shown(key)
+    shown = foreign.shown(key)
     return f"[{shown if len(shown) <= 60 else shown[:57] + '...'}]"
 
 

@@ -73,7 +73,9 @@ def add_safe_types(
         name: Its name on the wire; by default ``module:qualname``.
         encode: Makes from an object a payload of data and registered types.
         decode: Makes an object from what `encode` returned. It is called with whatever
-            a peer sent: any exception of it becomes a `CodecError`.
+            a peer sent: any exception of it becomes a `CodecError`, but for
+            KeyboardInterrupt, SystemExit, GeneratorExit and asyncio's CancelledError,
+            which `recv` raises as they are; the next call then decodes it again.
 
     Raises:
         TypeError: One of them is no class, or needs `encode` and `decode`; or the name
@@ -155,14 +157,6 @@ def _check(entry: SafeType, taken: SafeType | None) -> None:
             f"the name {entry.name!r} is taken by {type_name(taken.kind)}; give "
             f"{type_name(entry.kind)} another name="
         )
-
-
-def shown(value: object) -> str:
-    """An object of the application's, which may raise anything when it is shown."""
-    try:
-        return repr(value)
-    except Exception:
-        return f"<{type_name(type(value))}>"
 
 
 def type_name(kind: type) -> str:

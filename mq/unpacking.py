@@ -14,6 +14,7 @@ import msgspec
 from mq import extensions as ext
 from mq import safe_types
 from mq.errors import CodecError, UntrustedPayload
+from mq.foreign import failure
 from mq.frames import align_area
 
 MALFORMED: Final = (
@@ -209,9 +210,8 @@ class Unpacker:
             value = entry.decode(state)
         except CodecError:
             raise
-        except Exception as error:  # the application's code may raise anything
-            said = safe_types.shown(error)
-            raise CodecError(f"decoding a {name} raised {said:.500}") from error
+        except BaseException as error:  # the application's code may raise anything
+            raise failure(f"decoding a {name}", error) from error
         if type(value) is entry.kind:  # else it may be a part of its state
             self._states.setdefault(id(value), (value, state))
         return value
@@ -231,9 +231,8 @@ class Unpacker:
             buffers = [buffer.toreadonly() for buffer in buffers]
         try:
             return pickle.loads(raw, buffers=buffers)
-        except Exception as error:  # unpickling runs anybody's code
-            said = safe_types.shown(error)
-            raise CodecError(f"unpickling raised {said:.500}") from error
+        except BaseException as error:  # unpickling runs anybody's code
+            raise failure("unpickling", error) from error
 
 
 def check_depth(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import datetime
 import decimal
 import enum
 import fractions
 import pathlib
+import pickle
 import uuid
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -595,6 +597,101 @@ def test_registered_types_from_outside_cannot_break_the_receiver() -> None:
         area = assemble(pack(Ext(ext.OBJECT, pack([name, state]))), (), frozenset())
         with pytest.raises(CodecError, match=problem):
             CODEC.decode(area_of(area))
+
+
+class Panic(BaseException):
+    """No Exception, as what Rust code raises in Python is not."""
+
+
+class Panicking:
+    """Something that a function of its own makes, and that has no hash."""
+
+    def __hash__(self) -> int:
+        raise Panic("no hash")
+
+    def __reduce__(self) -> Any:
+        return _panic, (1,)
+
+
+def _panic(state: Any) -> Panicking:
+    if state:
+        raise Panic("no object")
+    return Panicking()
+
+
+PICKLED = pickle.dumps(Panicking())
+
+
+@pytest.mark.parametrize(
+    ("payload", "problem"),
+    [
+        (Ext(ext.OBJECT, pack(["test:Panicking", 1])), "a test:Panicking raised Panic"),
+        (
+            Ext(ext.SET, pack([Ext(ext.OBJECT, pack(["test:Panicking", 0]))])),
+            "decoding a message raised Panic",
+        ),
+        (Ext(ext.PICKLE, pack([len(PICKLED)])), "unpickling raised Panic"),
+    ],
+    ids=["decode", "hash", "pickle"],
+)
+def test_what_is_raised_in_decoding_need_be_no_exception(
+    payload: Ext, problem: str
+) -> None:
+    """It becomes a CodecError all the same, or every later `recv` would raise it."""
+    add_safe_types(Panicking, name="test:Panicking", encode=lambda p: 1, decode=_panic)
+    buffers = (memoryview(PICKLED),) if payload.code == ext.PICKLE else ()
+    area = area_of(assemble(pack(payload), buffers, frozenset()))
+    with pytest.raises(CodecError, match=problem) as caught:
+        Codec(allow_pickle=True).decode(area)
+    assert isinstance(caught.value.__cause__, Panic)
+
+
+class Held:
+    """Something that takes several times to be decoded."""
+
+
+@pytest.mark.parametrize(
+    "kind", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError]
+)
+def test_what_is_to_end_a_program_or_a_task_is_raised_as_it_is(
+    kind: type[BaseException],
+) -> None:
+    """By `recv`, at each call until the message can be decoded."""
+
+    def decode(state: Any) -> Held:
+        if asked_to_end:
+            raise asked_to_end.pop()
+        return Held()
+
+    asked_to_end = [kind(), kind()]
+    add_safe_types(Held, name="test:Held", encode=lambda held: 1, decode=decode)
+    with (
+        mq.connect("inproc", group="safe-types", name="a") as a,
+        mq.connect("inproc", group="safe-types", name="b") as b,
+    ):
+        b.subscribe("t")
+        a.wait_for_subscribers("t", 1, timeout=60)
+        a.publish("t", Held())
+        for _ in range(2):
+            with pytest.raises(kind):
+                b.recv(timeout=60)
+        assert type(b.recv(timeout=60).payload) is Held
+
+
+def test_a_queue_goes_on_after_what_is_no_exception() -> None:
+    """The message counts as consumed, and the next one comes."""
+    add_safe_types(Panicking, name="test:Panicking", encode=lambda p: 1, decode=_panic)
+    with (
+        mq.connect("inproc", group="safe-types", name="a") as a,
+        mq.connect("inproc", group="safe-types", name="b") as b,
+    ):
+        b.subscribe("t")
+        a.wait_for_subscribers("t", 1, timeout=60)
+        a.publish("t", Panicking())
+        a.publish("t", "next")
+        with pytest.raises(CodecError, match="no object"):
+            b.recv(timeout=60)
+        assert b.recv(timeout=60).payload == "next"
 
 
 def test_pickles_are_not_decoded_ahead() -> None:
