@@ -212,8 +212,12 @@ def _handle(said: _Said) -> None:
     name, record = said
     try:
         logging.getLogger(name).handle(record)
-    except (Exception, SystemExit):  # which would end the thread
+    except (Exception, SystemExit):
         _print()
+    except BaseException:
+        if threading.get_ident() == threading.main_thread().ident:
+            raise  # there was no thread to be had; it may be a signal's handler's
+        _print()  # it would end the thread, and nobody else there wants it
 
 
 def _print() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import sys
 import threading
@@ -277,11 +278,17 @@ def test_once_all_was_told_no_thread_is_left(library: logging.Logger) -> None:
     assert len(told) == 999
 
 
-@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+class Panic(BaseException):
+    """No Exception, as what Rust code raises in Python is not."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, Panic])
 def test_what_a_handler_raises_holds_no_other_record_up(
-    library: logging.Logger, kind: type[BaseException]
+    library: logging.Logger,
+    kind: type[BaseException],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Even if it would end a thread."""
+    """Even if it would end a thread; it is printed."""
     seen: list[str] = []
 
     class Failing(logging.Handler):
@@ -294,6 +301,30 @@ def test_what_a_handler_raises_holds_no_other_record_up(
         Log("mq.tried").info(text)
     log.flush()
     assert seen == ["one", "two"]
+    assert capsys.readouterr().err.count(f"raise kind\n{_shown(kind)}") == 2
+
+
+def _shown(kind: type[BaseException]) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"{__name__}.Panic"
+
+
+def test_what_a_signal_raises_in_a_handler_ends_the_call(
+    library: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no thread can be started: it is not the log's, and is not kept from it."""
+
+    class Interrupted(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise KeyboardInterrupt
+
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(log, "_teller", log._Teller())
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    library.addHandler(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        Log("mq.tried").info("said")
 
 
 def test_what_a_factory_of_records_raises_ends_nothing(
