@@ -240,7 +240,10 @@ def flush() -> None:
 
 def _after_fork() -> None:
     global _teller
-    _teller = _Teller()  # what was said before is the parent's to tell
+    # What was said before is the parent's to tell, even if a log handler forked:
+    # this thread is still telling then.
+    _teller._said.clear()
+    _teller = _Teller()
 
 
 os.register_at_fork(after_in_child=_after_fork)

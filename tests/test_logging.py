@@ -259,6 +259,38 @@ def test_the_end_of_a_child_waits_until_all_was_told() -> None:
     assert said.split() == ["0", "1", "2", "3", "4"]
 
 
+FORKING = """
+import logging, os, threading
+from mq import log
+
+class Forking(logging.Handler):
+    def emit(self, record):
+        whose = "parent" if os.getpid() == parent else "child"
+        os.write(1, f"{whose} {record.getMessage()}\\n".encode())
+        if record.getMessage() == "0":
+            assert all_said.wait(30)
+            if child := os.fork():
+                os.waitpid(child, 0)
+            else:
+                log.Log("mq.tried").warning("of its own")
+                log.flush()
+
+log.FLUSH_SECONDS = 30
+parent, all_said = os.getpid(), threading.Event()
+logging.getLogger("mq").addHandler(Forking())
+for number in range(3):
+    log.Log("mq.tried").warning("%d", number)
+all_said.set()
+log.flush()
+"""
+
+
+def test_what_a_handler_forks_tells_only_what_it_says_itself() -> None:
+    """The thread that tells goes on in the child, where the rest is the parent's."""
+    said = output_of(FORKING, timeout=SECONDS).splitlines()
+    assert said == ["parent 0", "child of its own", "parent 1", "parent 2"]
+
+
 def test_once_all_was_told_no_thread_is_left(library: logging.Logger) -> None:
     """As after `close`: who looks for leaks finds none, not for a moment."""
     told: list[logging.LogRecord] = []
