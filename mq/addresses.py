@@ -127,7 +127,7 @@ def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     except ValueError:
         try:
             return ipaddress.IPv4Address(socket.inet_aton(host))
-        except (OSError, UnicodeError):
+        except (OSError, ValueError):  # a NUL is no OSError
             return None
     return getattr(number, "ipv4_mapped", None) or number
 

@@ -54,6 +54,7 @@ def test_a_wildcard_of_a_host_without_a_network_is_its_loopback(
     [
         ("127.0.0.1", True),
         ("127.1", True),
+        ("127.1\0", False),
         ("[::1]", True),
         ("[::ffff:127.0.0.1]", True),
         ("localhost", True),
