@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import baselines, certificates, compare, plan, report
+from bench import baselines, certificates, compare, interrupts, plan, report
 from bench.output import new_output, on_the_way
 from bench.progress import Progress, title
 from bench.rows import PLANNED, Cell, Result, Writer, environment, whole
@@ -136,9 +136,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     asked = (options.transports or [], options.workloads or [])
     try:
-        _check(options)
-        planned = _planned(options)
-        without = plan.left_out(planned, *asked)
+        # Torch may be imported here, where it does not bear an interrupt.
+        with interrupts.deferred():
+            _check(options)
+            planned = _planned(options)
+            without = plan.left_out(planned, *asked)
         if not planned:
             raise LookupError("; ".join(["nothing to measure", *without]))
         output = new_output(options.output, "%Y%m%d-%H%M%S")

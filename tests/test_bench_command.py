@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -177,6 +178,27 @@ def test_one_interrupt_more_is_no_end_of_the_report(
     assert run.returncode == 130
     assert errors == (f"without a report: mq bench report {results}\n" if again else "")
     assert (tmp_path / "report.html").exists() is not again
+
+
+@pytest.mark.parametrize("step", ["_check", "_planned"])
+def test_an_interrupt_waits_for_what_is_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: str
+) -> None:
+    """Torch swallows it now and then, and is left half imported."""
+    real, ended = getattr(command, step), []
+
+    def interrupted(options: argparse.Namespace) -> object:
+        signal.raise_signal(signal.SIGINT)
+        found = real(options)
+        ended.append(step)
+        return found
+
+    monkeypatch.setattr(command, step, interrupted)
+    chosen = ["--transports", "limit:memcpy", "--output", str(tmp_path / "out")]
+    with pytest.raises(KeyboardInterrupt):
+        main([*chosen, *SMALL])
+    assert ended == [step]
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupt_while_all_is_imported_is_one_sentence(
