@@ -21,7 +21,8 @@ _FILE_SCHEMES = ("ipc", "shm")
 _SIOCGIFFLAGS = 0x8913
 _SIOCGIFADDR = 0x8915
 _IFF_RUNNING = 0x40
-_HOST_PORT = re.compile(r"(\[[0-9A-Za-z:.%]+\]|[^\[\]:;/\s]+):(\*|\d{1,5})")
+_IPV6 = r"\[[0-9A-Za-z:.]+(?:%[0-9A-Za-z_.-]+)?\]"  # with a zone, an interface's name
+_HOST_PORT = re.compile(rf"({_IPV6}|[^\[\]:;/\s]+):(\*|\d{{1,5}})")
 
 
 def split_host_port(text: str) -> tuple[str, int] | None:

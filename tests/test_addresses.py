@@ -67,3 +67,12 @@ def test_a_wildcard_of_a_host_without_a_network_is_its_loopback(
 def test_loopback_is_known_in_each_spelling(host: str, expected: bool) -> None:
     """Else it would be dialled from other hosts, where it is their own."""
     assert addresses.is_loopback(host) is expected
+
+
+@pytest.mark.parametrize("zone", ["2", "eth0", "eth0.7", "br-lan", "docker_gw"])
+def test_a_zone_is_the_name_of_any_interface(zone: str) -> None:
+    """Or its number; there is one of each address, and it is not empty."""
+    host = f"[fe80::1%{zone}]"
+    assert addresses.split_host_port(f"{host}:5") == (host, 5)
+    for wrong in ("[fe80::1%]:5", f"[fe80::1%{zone}%1]:5", f"[%{zone}]:5"):
+        assert addresses.split_host_port(wrong) is None
