@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import decimal
@@ -13,7 +14,7 @@ import pickle
 import uuid
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -646,6 +647,18 @@ def test_what_is_raised_in_decoding_need_be_no_exception(
     assert isinstance(caught.value.__cause__, Panic)
 
 
+@contextlib.contextmanager
+def two_queues() -> Iterator[tuple[mq.MQ, mq.MQ]]:
+    """The second hears what the first publishes to "t"."""
+    with (
+        mq.connect("inproc", group="safe-types", name="a") as a,
+        mq.connect("inproc", group="safe-types", name="b") as b,
+    ):
+        b.subscribe("t")
+        a.wait_for_subscribers("t", 1, timeout=60)
+        yield a, b
+
+
 class Held:
     """Something that takes several times to be decoded."""
 
@@ -665,12 +678,7 @@ def test_what_is_to_end_a_program_or_a_task_is_raised_as_it_is(
 
     asked_to_end = [kind(), kind()]
     add_safe_types(Held, name="test:Held", encode=lambda held: 1, decode=decode)
-    with (
-        mq.connect("inproc", group="safe-types", name="a") as a,
-        mq.connect("inproc", group="safe-types", name="b") as b,
-    ):
-        b.subscribe("t")
-        a.wait_for_subscribers("t", 1, timeout=60)
+    with two_queues() as (a, b):
         a.publish("t", Held())
         for _ in range(2):
             with pytest.raises(kind):
@@ -681,12 +689,7 @@ def test_what_is_to_end_a_program_or_a_task_is_raised_as_it_is(
 def test_a_queue_goes_on_after_what_is_no_exception() -> None:
     """The message counts as consumed, and the next one comes."""
     add_safe_types(Panicking, name="test:Panicking", encode=lambda p: 1, decode=_panic)
-    with (
-        mq.connect("inproc", group="safe-types", name="a") as a,
-        mq.connect("inproc", group="safe-types", name="b") as b,
-    ):
-        b.subscribe("t")
-        a.wait_for_subscribers("t", 1, timeout=60)
+    with two_queues() as (a, b):
         a.publish("t", Panicking())
         a.publish("t", "next")
         with pytest.raises(CodecError, match="no object"):
