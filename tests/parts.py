@@ -57,7 +57,7 @@ PARTS = {
     IN_PYTHON: [
         *(str(_HERE / f"test_{name}.py") for name in ("codec", "mesh_flow")),
         CONFORMANCE,
-        *("-k", "not test_transport or inproc or [shm-"),
+        *("-k", "(test_codec or test_mesh_flow or inproc or [shm-) and not two_gib"),
     ],
     "the bench": _BENCH,
     "interrupts": [_INTERRUPTS],
