@@ -36,6 +36,7 @@ from mq import paths as place
 from mq.errors import PeerLost, TransportUnavailable
 from mq.rendezvous import Rendezvous
 from mq.rendezvous.directory import DirectoryStore
+from mq.rendezvous.record import Cell
 
 __all__ = ["runtime"]  # fixtures
 
@@ -346,6 +347,45 @@ def test_who_stood_still_for_hours_has_its_socket_file_yet(runtime: Path) -> Non
             assert [path.exists() for path in paths] == [True, False]
 
 
+def test_who_stood_still_for_hours_does_not_take_its_name_back(runtime: Path) -> None:
+    """Not even where it had many lives, and the next holder only this one."""
+    with contextlib.closing(meet(None)) as one, contextlib.closing(meet(None)) as two:
+        for before, now in zip("cab", "abd", strict=True):
+            mine = one.claim(record("x", now), replaces=before * 16).record
+        two.sweep("x", mine.incarnation)
+        _age(two, 10000.0)
+        assert names(two) == []
+        theirs = two.claim(record("x", "e")).record
+        assert theirs.generation > mine.generation
+        assert not one.renew(mine)
+        assert two.renew(theirs)
+
+
+def test_a_renewal_is_of_what_is_there(runtime: Path) -> None:
+    """Cleaners remove old files one by one, so that a name may begin anew."""
+    with contextlib.closing(meet(None)) as one, contextlib.closing(meet(None)) as two:
+        mine = one.claim(record("x", "a")).record
+        assert names(one) == ["x"]
+        assert one.directory is not None
+        (file,) = Path(one.directory).glob("m-*")
+        file.unlink()
+        two.claim(record("x", "b"))
+        assert file.exists()
+        assert not one.renew(mine)
+
+
+def test_who_finds_the_directory_made_anew_reads_it_anew(runtime: Path) -> None:
+    """Other members may have names and generations that were known of before."""
+    with contextlib.closing(meet(None)) as one:
+        one.claim(record("x", "a"))
+        assert names(one) == ["x"]
+        assert one.directory is not None
+        shutil.rmtree(one.directory)
+        with contextlib.closing(meet(None)) as two:
+            two.claim(record("x", "b"))
+            assert one.records()[0].record.incarnation == "b" * 16
+
+
 def test_a_lease_ends_also_where_the_clock_was_set_back(runtime: Path) -> None:
     """By hours, maybe; who ended before would be waited for all that time."""
     with contextlib.closing(meet(None)) as one:
@@ -410,6 +450,59 @@ def test_what_crashed_members_left_long_ago_is_removed(runtime: Path) -> None:
     assert len(files) == 3
     assert len(list(Path(store.path).glob("m-*"))) == 1
     store.close()
+
+
+def test_names_that_were_given_back_long_ago_have_one_file(runtime: Path) -> None:
+    """They do not pile up; that one tells the highest generation."""
+    with contextlib.closing(meet(None)) as one:
+        assert one.directory is not None
+        for times in (2, 1, 3):
+            for name in ("given back", "often"):
+                one.claim(record(name))
+                one.sweep(name, "a" * 16)
+            for _ in range(times):
+                one.claim(record("often"))
+                one.sweep("often", "a" * 16)
+            _age(one, 10000.0)
+            one.records()
+        files = {path.name for path in Path(one.directory).iterdir()}
+        assert files - {"key", "lock"} == {"free-18"}
+        assert one.claim(record("new")).record.generation == 19
+
+
+def test_who_was_stopped_in_the_middle_of_a_claim_compares_anew(runtime: Path) -> None:
+    """Whether the name had a file of its own by then, or there was none at all."""
+    store = DirectoryStore(place.local_base(), "g", shared=False, timeout=5.0)
+    with contextlib.closing(store), contextlib.closing(meet(None)) as other:
+        for name in ("first", "x"):
+            before, token = store.read(name)
+            other.claim(record(name))
+            other.sweep(name, "a" * 16)
+            if name == "x":
+                before, token = store.read(name)
+            _age(other, 10000.0)
+            other.records()
+            late = Cell(1 if before is None else before.generation + 1, record(name))
+            assert not store.swap(name, token, late)
+            assert list(Path(store.path).glob("m-*")) == []
+
+
+def test_names_that_were_given_back_stay_where_there_is_no_room(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who lists the members needs none, and what is there must not be lost."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with contextlib.closing(meet(None)) as one:
+        mine = one.claim(record("x")).record
+        one.sweep("x", mine.incarnation)
+        _age(one, 10000.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", fail)
+            assert names(one) == []
+        assert one.claim(record("x")).record.generation > mine.generation
 
 
 def test_groups_that_died_long_ago_are_removed(runtime: Path) -> None:

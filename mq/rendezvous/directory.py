@@ -7,6 +7,10 @@ generation counts. Locks play no part in this. A lease is the age of that file b
 clock of the file system itself, so clocks of hosts may differ; a renewal sets the time
 of the file that was read, never of one that replaced it.
 
+Of names that are free for long one file tells the generation, ``free-<generation>``,
+which so never falls: else who was stopped meanwhile could take a name from its next
+holder.
+
 `lock` is held shared by every process that uses the directory. Who gets it exclusively
 was the last and removes everything. Where the file system has no locks, the directory
 with its key stays.
@@ -20,7 +24,6 @@ import fcntl
 import hashlib
 import math
 import os
-import re
 import secrets
 import stat
 import threading
@@ -32,6 +35,7 @@ from mq import forks, paths
 from mq.addresses import has_listener
 from mq.descriptors import out_of_descriptors
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
+from mq.rendezvous import states
 from mq.rendezvous.files import publish_file, read_file
 from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
 from mq.rendezvous.store import CellStore, WarnOnce
@@ -40,12 +44,11 @@ KEY_BYTES: Final = 32
 SWEEP_SECONDS: Final = 3600.0
 """After this long, what crashed members left behind is removed by any other."""
 
-_MEMBER: Final = re.compile(r"m-[0-9a-f]{24}-([1-9][0-9]{0,18})")
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class _File(NamedTuple):
-    """A member file that was read, or None, and when its lease began."""
+    """The file of a state that was read, or None, and when its lease began."""
 
     name: str | None
     renewed: float
@@ -181,6 +184,7 @@ class DirectoryStore(CellStore[_File]):
             raise PeerLost(f"the rendezvous in {self.path} is closed", self.path)
         if not self._is_current(self._lock_fd):
             self._enter()
+            self._parsed.clear()  # generations begin anew
         if self._share_key(self.secret) != self.secret:
             self._warn(
                 "key",
@@ -238,26 +242,25 @@ class DirectoryStore(CellStore[_File]):
     def read(self, name: str) -> tuple[Cell | None, _File]:
         with self._guard():
             while True:
-                newest = self._newest().get(_hash(name))
-                if newest is None:
+                file = states.current(name, os.listdir(self.path))
+                if file is None:
                     return None, _File(None, 0.0)
+                self._parsed.pop(file, None)  # a cleaner may have had it replaced
                 with contextlib.suppress(FileNotFoundError):
-                    return self._load(newest)
+                    return self._load(file)
 
     def swap(self, name: str, token: _File, new: Cell) -> bool:
         with self._guard():
-            mine = f"{_hash(name)}-{new.generation}"
+            mine = f"{states.hash_of(name)}-{new.generation}"
             text = "" if new.record is None else new.record.to_json()
             if not publish_file(self.path, mine, text.encode()):
                 return False
-            files = [
-                file for file in os.listdir(self.path) if file.startswith(_hash(name))
-            ]
-            if any(_generation(file) > new.generation for file in files):
+            others = [file for file in os.listdir(self.path) if file != mine]
+            if states.current(name, others) != token.name:
                 self._unlink(mine)  # we compared with a state long gone
                 return False
-            for file in files:
-                if _generation(file) < new.generation:
+            for file in others:
+                if file.startswith(states.hash_of(name)):
                     with contextlib.suppress(OSError):
                         self._sweep_sockets(self._load(file)[0].record)
                     self._unlink(file)
@@ -288,13 +291,15 @@ class DirectoryStore(CellStore[_File]):
 
     def version(self) -> str:
         with self._guard():
-            files = sorted(self._newest().values())
+            files = sorted(states.newest(os.listdir(self.path)).values())
             return hashlib.sha256(",".join(files).encode()).hexdigest()
 
     def _list(self) -> list[Entry]:
-        newest, entries = self._newest(), []
+        files = states.newest(os.listdir(self.path))
+        entries: list[Entry] = []
+        free: list[str] = []
         now = self._now()
-        for file in newest.values():
+        for key, file in files.items():
             try:
                 cell, token = self._load(file)
                 if token.renewed > now:  # the clock was set back
@@ -304,29 +309,32 @@ class DirectoryStore(CellStore[_File]):
             age = max(0.0, now - token.renewed)
             if cell.record is not None:
                 entries.append(Entry(cell.record, age))
-                if not entries[-1].expired:
+                if not entries[-1].expired or self._is_listening(cell.record):
                     continue
-            if age > SWEEP_SECONDS and not self._is_listening(cell.record):
+            if key == states.FREE or age > SWEEP_SECONDS:
                 self._sweep_sockets(cell.record)
-                self._unlink(file)
-        self._parsed = {f: r for f, r in self._parsed.items() if f in newest.values()}
+                free.append(file)
+        if free:
+            self._forget(free)
+        self._parsed = {f: r for f, r in self._parsed.items() if f in files.values()}
         return sorted(entries, key=lambda entry: entry.record.name)
 
-    def _newest(self) -> dict[str, str]:
-        """The file of the highest generation by the hash of its name."""
-        newest: dict[str, str] = {}
-        for file in os.listdir(self.path):
-            if not _MEMBER.fullmatch(file):
-                continue
-            key = file.rpartition("-")[0]
-            if key not in newest or _generation(file) > _generation(newest[key]):
-                newest[key] = file
-        return newest
+    def _forget(self, free: list[str]) -> None:
+        """Have one file in place of these, of names that nobody holds."""
+        kept = f"{states.FREE}-{max(map(states.generation, free))}"
+        with contextlib.suppress(OSError):  # no room for it: they stay
+            if kept not in free:
+                publish_file(self.path, kept, b"")
+            for file in free:
+                if file != kept:
+                    self._unlink(file)
 
     def _load(self, file: str) -> tuple[Cell, _File]:
         if file in self._parsed:  # what is under a name never changes
             renewed = os.lstat(self._file(file)).st_mtime
-            return Cell(_generation(file), self._parsed[file]), _File(file, renewed)
+            return Cell(states.generation(file), self._parsed[file]), _File(
+                file, renewed
+            )
         record, path = None, self._file(file)
         found = os.lstat(path)
         renewed = found.st_mtime
@@ -335,13 +343,16 @@ class DirectoryStore(CellStore[_File]):
                 raise ValueError("it is no regular file")
             text, renewed = read_file(path, MAX_RECORD_BYTES)
             record = Record.from_json(text) if text else None
-            if record is not None and _hash(record.name) != file.rpartition("-")[0]:
+            if (
+                record is not None
+                and states.hash_of(record.name) != file.rpartition("-")[0]
+            ):
                 raise ValueError(f"it is the record of {record.name!r}")
         except ValueError as error:
             record = None
             self._warn(file, "ignored the malformed record %s: %s", path, error)
         self._parsed[file] = record
-        return Cell(_generation(file), record), _File(file, renewed)
+        return Cell(states.generation(file), record), _File(file, renewed)
 
     # Files
 
@@ -387,11 +398,3 @@ class DirectoryStore(CellStore[_File]):
             with contextlib.suppress(OSError):
                 if stat.S_ISSOCK(os.lstat(file).st_mode):
                     os.unlink(file)
-
-
-def _hash(name: str) -> str:
-    return f"m-{hashlib.sha256(name.encode()).hexdigest()[:24]}"
-
-
-def _generation(file: str) -> int:
-    return int(file.rpartition("-")[2])

@@ -1,0 +1,59 @@
+"""Records of members that have ended, and those of members that only seem to have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from meeting import DEADLINE, freeze, meet, process_of
+
+import mq
+from mq.rendezvous import Rendezvous
+
+HOURS = 2 * 3600.0
+
+
+def set_back(meeting: Rendezvous) -> None:
+    """Have all files of a group be as old as if the clock had been set forward."""
+    assert meeting.directory is not None
+    then = time.time() - HOURS
+    for file in Path(meeting.directory).iterdir():
+        os.utime(file, (then, then))
+
+
+def _replaced(options: dict[str, Any], pipe: Connection) -> None:
+    """Be a member until another one has the name."""
+    with mq.connect(name="a", **options) as queue:
+        pipe.send("connected")
+        with pytest.raises(mq.Closed) as caught:
+            queue.recv()
+        pipe.send(str(caught.value))
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_who_was_stopped_for_hours_learns_that_it_was_replaced(backend: str) -> None:
+    """Whatever others have done with its record meanwhile."""
+    options: dict[str, Any] = {"backend": backend, "group": f"hours-{os.getpid()}"}
+    with (
+        process_of(_replaced, options) as (child, pipe),
+        contextlib.closing(meet(None, options["group"])) as looking,
+    ):
+        assert pipe.recv() == "connected"
+        freeze(child.pid)
+        for name in "bc":
+            set_back(looking)
+            with mq.connect(name=name, **options) as passing:
+                assert [member.name for member in passing.members()] == [name]
+        with mq.connect(name="a", **options) as queue:
+            os.kill(child.pid, signal.SIGCONT)
+            assert pipe.poll(DEADLINE), "it was not told"
+            assert "replaced by another 'a'" in pipe.recv()
+            with mq.connect(name="d", **options) as late:
+                assert [member.pid for member in late.members()] == [os.getpid()] * 2
+            assert queue.describe()["name"] == "a"
