@@ -27,6 +27,24 @@ def set_back(meeting: Rendezvous) -> None:
         os.utime(file, (then, then))
 
 
+@pytest.mark.parametrize("backend", ["tcp", "zmq:tcp"])
+def test_a_clock_that_is_set_forward_hides_nobody(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that joins meets who lives, and nobody gets its name."""
+    options: dict[str, Any] = {"backend": backend, "group": f"clock-{os.getpid()}"}
+    with mq.connect(name="a", **options) as queue:
+        meeting = queue._joined.meeting
+        assert meeting is not None
+        monkeypatch.setattr(meeting, "renew", lambda _: True)  # it is not due yet
+        set_back(meeting)
+        for name in "bc":
+            with mq.connect(name=name, **options) as late:
+                assert [member.name for member in late.members()] == ["a", name]
+        with pytest.raises(mq.ConnectRefused, match=r"'a'.* is held by pid"):
+            mq.connect(name="a", **options)
+
+
 def _replaced(options: dict[str, Any], pipe: Connection) -> None:
     """Be a member until another one has the name."""
     with mq.connect(name="a", **options) as queue:

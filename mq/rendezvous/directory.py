@@ -7,9 +7,10 @@ generation counts. Locks play no part in this. A lease is the age of that file b
 clock of the file system itself, so clocks of hosts may differ; a renewal sets the time
 of the file that was read, never of one that replaced it.
 
-Of names that are free for long one file tells the generation, ``free-<generation>``,
-which so never falls: else who was stopped meanwhile could take a name from its next
-holder.
+That clock may be set, too: so no record is removed for its age alone, but by who joins
+and finds its member dead, or silent. Of names that were given back long ago one file
+tells the generation, ``free-<generation>``, which so never falls: else who was stopped
+meanwhile could take a name from its next holder.
 
 `lock` is held shared by every process that uses the directory. Who gets it exclusively
 was the last and removes everything. Where the file system has no locks, the directory
@@ -42,7 +43,7 @@ from mq.rendezvous.store import CellStore, WarnOnce
 
 KEY_BYTES: Final = 32
 SWEEP_SECONDS: Final = 3600.0
-"""After this long, what crashed members left behind is removed by any other."""
+"""After this long, any member removes names given back, and groups of the killed."""
 
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -309,10 +310,7 @@ class DirectoryStore(CellStore[_File]):
             age = max(0.0, now - token.renewed)
             if cell.record is not None:
                 entries.append(Entry(cell.record, age))
-                if not entries[-1].expired or self._is_listening(cell.record):
-                    continue
-            if key == states.FREE or age > SWEEP_SECONDS:
-                self._sweep_sockets(cell.record)
+            elif key == states.FREE or age > SWEEP_SECONDS:
                 free.append(file)
         if free:
             self._forget(free)
