@@ -18,6 +18,7 @@ from mq.errors import (
 from mq.mesh import handshake as hs
 from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
+from mq.rendezvous import claimants
 
 if TYPE_CHECKING:
     from mq.rendezvous import Entry, Rendezvous
@@ -170,8 +171,11 @@ class Arrival:
         )
 
     def _has_ended(self, record: rendezvous.Record) -> bool:
-        if not self._mesh.config.process.same_kernel(record.process):
+        here = self._mesh.config.process
+        if not here.same_kernel(record.process):
             return False
+        if here.pid == record.process.pid:  # whatever program it ran then
+            return not claimants.has(record.incarnation)
         watch = process.ProcessWatch(record.process)
         try:
             return watch.ended() is True

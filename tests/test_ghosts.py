@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh_python import output_of
 from meeting import DEADLINE, freeze, meet, process_of
 
 import mq
@@ -75,3 +76,47 @@ def test_who_was_stopped_for_hours_learns_that_it_was_replaced(backend: str) -> 
             with mq.connect(name="d", **options) as late:
                 assert [member.pid for member in late.members()] == [os.getpid()] * 2
             assert queue.describe()["name"] == "a"
+
+
+EXEC = """
+import os, sys, mq
+queue = mq.connect({backend!r}, group={group!r}, name="a")
+os.execv(sys.executable, [sys.executable, "-c", {again!r}])
+"""
+AGAIN = """
+import mq
+from mq import arrival
+arrival.PROBE_SECONDS = 1000.0
+queue = mq.connect({backend!r}, group={group!r}, name={name!r}, connect_timeout=10)
+print([member.name for member in queue.members()])
+"""
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_process_that_became_another_program_does_not_wait_for_itself(
+    backend: str, name: str
+) -> None:
+    """Whose record has its id and its start, and whose queue has ended."""
+    options = {"backend": backend, "group": f"exec-{name}-{os.getpid()}"}
+    again = AGAIN.format(name=name, **options)
+    assert output_of(EXEC.format(again=again, **options)) == f"['{name}']\n"
+
+
+def test_a_record_that_close_could_not_remove_is_nobodys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A queue of this process has ended if it is closed."""
+    options: dict[str, Any] = {"backend": "tcp", "group": f"left-{os.getpid()}"}
+
+    def fail(*_: object) -> None:
+        raise mq.PeerLost("no answer", "there")
+
+    with contextlib.closing(meet(None, options["group"])):  # so that it stays
+        ghost = mq.connect(name="a", **options)
+        meeting = ghost._joined.meeting
+        assert meeting is not None
+        monkeypatch.setattr(meeting._store, "remove", fail)
+        ghost.close()
+        with mq.connect(name="b", connect_timeout=10.0, **options) as queue:
+            assert [member.name for member in queue.members()] == ["b"]

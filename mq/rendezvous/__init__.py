@@ -13,6 +13,7 @@ from collections.abc import Callable
 from mq import forks
 from mq.errors import MQError
 from mq.log import Log
+from mq.rendezvous import claimants
 from mq.rendezvous.record import Claim, Entry, Record
 from mq.rendezvous.store import Store
 
@@ -58,6 +59,7 @@ class Rendezvous:
         self._store = store
         store.present = lambda: self.present()
         self._pid = os.getpid()
+        self._incarnations: set[str] = set()
         self._mine: dict[str, Record] = {}
         self._doomed: dict[str, tuple[str, bool]] = {}  # name and proof by incarnation
         self._lost: set[str] = set()
@@ -79,6 +81,8 @@ class Rendezvous:
             `holder` None: the name is ours, and `record` has its generation, one more
             than that of a displaced holder. Else who holds the name.
         """
+        self._incarnations.add(record.incarnation)
+        claimants.add(record.incarnation)  # before others can see the record
         claim = self._store.claim(record, replaces=replaces)
         if claim.holder is None:
             with self._lock:
@@ -167,6 +171,7 @@ class Rendezvous:
         except (MQError, ValueError) as error:
             _log.warning("left a record at %s: %s", self.description, error)
         finally:
+            claimants.forget(self._incarnations)
             self._store.close()
             if self._worker is not None:
                 self._worker.close()
