@@ -23,6 +23,7 @@ from mq.mesh.driver import Driver
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 from mq.settings import told
+from mq.threads import check_threads
 from mq.transport import LINGER_SECONDS
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ def join(
     deadline = time.monotonic() + settings.connect_timeout
     check_patches()
     check_descriptors()
+    check_threads("a queue")
     sources = settings.sources
     with told(sources["backend"], f"transport {settings.backend!r}"):
         link = registry.create(settings.backend, options)

@@ -64,6 +64,7 @@ def test_a_transport_imports_only_the_link_contract(path: Path) -> None:
         "mq.borrowing",
         "mq.devices",
         "mq.options",
+        "mq.threads",
     )
     for name in imported(path) - {"mq", "transports"}:
         if starts(name, "mq"):

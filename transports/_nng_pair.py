@@ -23,8 +23,9 @@ import pynng
 from pynng import ffi, lib
 
 from mq import forks
-from mq.errors import ForkedProcess
+from mq.errors import ForkedProcess, TransportUnavailable
 from mq.stream.sockets import inode, quiet_seconds
+from mq.threads import MORE_THREADS
 
 PREFIX_BYTES = 4
 HANG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
@@ -61,6 +62,7 @@ class _Engine:
 
         Raises:
             ForkedProcess: The parent used NNG before it forked this process.
+            TransportUnavailable: There is no memory for NNG, or no thread.
             OSError: NNG cannot start.
         """
         if self._forked:
@@ -72,7 +74,13 @@ class _Engine:
         if not self._used:
             self._used = True
             first = ffi.new("nng_socket *")
-            check(lib.nng_pair0_open(first))
+            code = lib.nng_pair0_open(first)
+            if code == lib.NNG_ENOMEM:  # which it also says of threads
+                raise TransportUnavailable(
+                    "NNG gets no memory, or not the threads that it begins with, 6 and "
+                    f"up to 3 for each core: {MORE_THREADS}"
+                )
+            check(code)
             lib.nng_socket_close(first[0])
 
     def before_fork(self) -> None:

@@ -227,7 +227,7 @@ class Agent:
             return
         options, name = self.options, f"mq-{self.id}"
         options.make_fork_safe()
-        check_start(options.transports, options.channels)
+        check_start(options.transports, options.channels, options.threads)
         self._store = dist.HashStore()
         self._store.set_timeout(datetime.timedelta(seconds=5))
         self._devices = gpus(options.devices)

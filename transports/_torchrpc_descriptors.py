@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from mq.descriptors import free_descriptors
 from mq.errors import TransportUnavailable
+from mq.threads import check_threads
 
 PIPE: Final[Mapping[str, int]] = {
     "uv": 3,
@@ -46,8 +47,12 @@ def pipe_size(transports: Sequence[str], channels: Sequence[str]) -> int:
     return most + sum(PIPE.get(name, UNCOUNTED) for name in channels)
 
 
-def check_start(transports: Sequence[str], channels: Sequence[str]) -> None:
-    """Raises: TransportUnavailable, where an agent would take too many descriptors."""
+def check_start(
+    transports: Sequence[str], channels: Sequence[str], workers: int
+) -> None:
+    """Raises: TransportUnavailable, for an agent without descriptors or threads."""
+    # A loop for each, the agent's listener, its time limits, and our self-test.
+    check_threads("TensorPipe", len((*transports, *channels)) + workers + 4)
     needed = LOOPS + sum(START.get(name, 0) for name in (*transports, *channels))
     needed += 2 * pipe_size(transports, channels)  # for its call to itself
     free, why = free_descriptors()

@@ -29,6 +29,7 @@ from mq.mesh.poller import Poller
 from mq.stream.files import SocketFiles
 from mq.stream.names import Names
 from mq.stream.sockets import inode, unpace
+from mq.threads import check_threads
 from mq.transport import (
     CHUNK_BYTES,
     LINGER_SECONDS,
@@ -109,6 +110,8 @@ class ZmqLink(Link):
                 addresses.check(address, self._wires, "zmq")
         self._poller = poller
         self._check_descriptors()
+        # Its context, and another for pyzmq's thread, each with one to clean up.
+        check_threads(f"io_threads={self._io_threads}", self._io_threads + 4)
         self._epoll = select.epoll()
         self._doors = Doors(poller)
         self._epoll.register(self._doors.fd, select.EPOLLIN)

@@ -1,0 +1,41 @@
+"""Threads of the system: whether this process may begin as many as it will need."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from mq.errors import TransportUnavailable
+
+MORE_THREADS: Final = "raise `ulimit -u`, the container's pids.max, or `ulimit -v`"
+_QUEUE: Final = 3
+"""What every queue needs: its own, the log's, and one to wait for a store or a name."""
+
+
+def check_threads(who: str, engine: int = 0) -> None:
+    """Begin and end as many at once: an engine that cannot begin its own may abort.
+
+    Args:
+        who: Needs them, in words.
+        engine: How many beside those of every queue.
+
+    Raises:
+        TransportUnavailable: They cannot be had.
+    """
+    needed = _QUEUE + engine
+    done = threading.Event()
+    begun: list[threading.Thread] = []
+    try:
+        for _ in range(needed):
+            thread = threading.Thread(target=done.wait, name="mq-trial", daemon=True)
+            thread.start()
+            begun.append(thread)
+    except RuntimeError as error:
+        raise TransportUnavailable(
+            f"{who} needs {needed} threads, and {len(begun)} can be begun ({error}): "
+            f"{MORE_THREADS}"
+        ) from error
+    finally:
+        done.set()
+        for thread in begun:
+            thread.join()
