@@ -42,8 +42,10 @@ from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
 from mq.rendezvous.store import CellStore, WarnOnce
 
 KEY_BYTES: Final = 32
+FREE_SECONDS: Final = 10.0
+"""How long a name that was given back has a file of its own."""
 SWEEP_SECONDS: Final = 3600.0
-"""After this long, any member removes names given back, and groups of the killed."""
+"""After this long, any member removes groups of the killed."""
 
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -296,11 +298,11 @@ class DirectoryStore(CellStore[_File]):
             return hashlib.sha256(",".join(files).encode()).hexdigest()
 
     def _list(self) -> list[Entry]:
-        files = states.newest(os.listdir(self.path))
-        entries: list[Entry] = []
-        free: list[str] = []
+        there = os.listdir(self.path)
+        files = set(states.newest(there).values())
+        free, entries = states.of_all_free(there), list[Entry]()
         now = self._now()
-        for key, file in files.items():
+        for file in files.difference(free):
             try:
                 cell, token = self._load(file)
                 if token.renewed > now:  # the clock was set back
@@ -310,11 +312,11 @@ class DirectoryStore(CellStore[_File]):
             age = max(0.0, now - token.renewed)
             if cell.record is not None:
                 entries.append(Entry(cell.record, age))
-            elif key == states.FREE or age > SWEEP_SECONDS:
+            elif age > FREE_SECONDS:
                 free.append(file)
         if free:
             self._forget(free)
-        self._parsed = {f: r for f, r in self._parsed.items() if f in files.values()}
+        self._parsed = {f: r for f, r in self._parsed.items() if f in files}
         return sorted(entries, key=lambda entry: entry.record.name)
 
     def _forget(self, free: list[str]) -> None:

@@ -35,6 +35,11 @@ def newest(files: list[str]) -> dict[str, str]:
     return found
 
 
+def of_all_free(files: list[str]) -> list[str]:
+    """Those that tell the state of all names without a file of their own."""
+    return [f for f in files if _STATE.fullmatch(f) and f.startswith(f"{FREE}-")]
+
+
 def current(name: str, files: list[str]) -> str | None:
     """Which of these files tells the state of a name."""
     found = newest(files)
