@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from mq import registry
 from mq.addresses import split
+from mq.errors import TransportUnavailable
 from mq.log import Log
 from mq.mesh.poller import Poller
 from mq.transport import LINGER_SECONDS, Capabilities, Conn, Event, Link
@@ -33,18 +34,22 @@ class AutoLink(Link):
     capabilities: ClassVar[Capabilities] = Capabilities(reach="network", zero_copy=True)
 
     def __init__(self, *, wire: str = "tcp", shm_bytes: int | None = None) -> None:
-        self._links = [registry.create(wire, {})]
+        links = [registry.create(wire, {})]
         reason = registry.check("shm")
         if reason is None:
-            self._links.insert(0, registry.create("shm", {"shm_bytes": shm_bytes}))
+            links.insert(0, registry.create("shm", {"shm_bytes": shm_bytes}))
         else:
             logger.info("auto: %s for all peers: %s", wire, reason)
         self._wire = wire
-        self.scheme = self._links[-1].scheme
-        self.mixes = len(self._links) > 1
-        self.lender = self._links[0].lender
-        self.chunk_bytes = min(link.chunk_bytes for link in self._links)
-        self.max_ahead = min(link.max_ahead for link in self._links)
+        self._use(links)
+
+    def _use(self, links: list[Link]) -> None:
+        self._links = links
+        self.scheme = links[-1].scheme
+        self.mixes = len(links) > 1
+        self.lender = links[0].lender
+        self.chunk_bytes = min(link.chunk_bytes for link in links)
+        self.max_ahead = min(link.max_ahead for link in links)
 
     @property
     def malformed(self) -> int:  # type: ignore[override]
@@ -70,13 +75,26 @@ class AutoLink(Link):
         try:
             found = []
             for link, addresses in wanted.items():
-                found += link.open(poller, addresses, directory)
+                found += self._open(link, poller, addresses, directory)
                 opened.append(link)
             return found
         except BaseException:
             for link in opened:
                 link.close()
             raise
+
+    def _open(
+        self, link: Link, poller: Poller, listen: list[str], directory: str | None
+    ) -> list[str]:
+        """Open a link, or go on without it where it is not the wire's."""
+        try:
+            return link.open(poller, listen, directory)
+        except TransportUnavailable as error:
+            if link is self._links[-1]:
+                raise
+            logger.warning("auto: %s for all peers: %s", self._wire, error)
+            self._use(self._links[-1:])
+            return []
 
     def _link_of(self, address: str) -> Link:
         for link in self._links:

@@ -51,8 +51,15 @@ def shared_path(spec: str) -> str:
 
 
 def local_base() -> str:
-    """This user's directory for all groups on this host; it need not exist yet."""
-    places = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]
+    """This user's directory for all groups on this host; it need not exist yet.
+
+    Raises:
+        TransportUnavailable: There is nowhere to make it.
+    """
+    places = [os.environ.get("XDG_RUNTIME_DIR", "")]
+    with contextlib.suppress(FileNotFoundError):  # there is none that it can write to
+        places.append(tempfile.gettempdir())
+    places.append("/tmp")
     for place in places:
         base = os.path.join(place, f"mq-{os.geteuid()}")
         short = (
@@ -61,8 +68,9 @@ def local_base() -> str:
         if os.path.isabs(place) and short and os.access(place, os.W_OK | os.X_OK):
             return base
     raise TransportUnavailable(
-        f"no directory for the members of this host to meet: none of {places} is "
-        "writable and short enough for socket paths; set TMPDIR to one that is"
+        "this host has no directory for files of this user: none of "
+        f"{[place for place in places if place]} is writable and short enough for "
+        "socket paths; set XDG_RUNTIME_DIR or TMPDIR to one that is"
     )
 
 

@@ -1,4 +1,4 @@
-"""Network namespaces, and wires between them, for what loopback does not do."""
+"""Namespaces: of networks, with wires between them, and of what is mounted."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ import pytest
 def inside(name: str) -> list[str]:
     """What a command begins with that runs in a namespace."""
     return ["ip", "netns", "exec", name]
+
+
+def with_mounts(script: str) -> list[str]:
+    """What a command begins with that finds something else mounted.
+
+    Args:
+        script: Mounts it, run by a shell that is in a mount namespace of its own.
+    """
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("no unshare to make a mount namespace with")
+    command = [unshare, "--mount"]
+    if os.geteuid():
+        command += ["--user", "--map-root-user"]
+    command += ["sh", "-c", f'{script} && exec "$0" "$@"']
+    possible = subprocess.run(
+        [*command, "true"], capture_output=True, timeout=30, check=False
+    )
+    if possible.returncode:
+        pytest.skip(f"no mount namespace can be made: {possible.stderr.decode()}")
+    return command
 
 
 def run(*command: str) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from namespaces import with_mounts
 from test_shm_memory import (
     HELD,
     MIB,
@@ -320,26 +320,14 @@ with mq.connect("shm", group="g", name="a") as a:
 def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
     """Ten times as much is in use as a tmpfs of 16 MB there would hold."""
     mount = "mount -t tmpfs -o size=16m tmpfs /dev/shm"
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        pytest.skip("no unshare to make a mount namespace with")
-    command = [unshare, "--mount"]
-    if os.geteuid():
-        command += ["--user", "--map-root-user"]
-    possible = subprocess.run(
-        [*command, "sh", "-c", mount], capture_output=True, check=False
-    )
-    if possible.returncode:
-        pytest.skip(f"no mount namespace can be made: {possible.stderr.decode()}")
     environment = {
         **os.environ,
         "XDG_RUNTIME_DIR": str(tmp_path),
         "TMPDIR": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    program = [*command, "sh", "-c", f'{mount} && exec "$0" "$@"', sys.executable]
     ended = subprocess.run(
-        [*program, "-c", _PROGRAM],
+        [*with_mounts(mount), sys.executable, "-c", _PROGRAM],
         env=environment,
         capture_output=True,
         timeout=60,

@@ -79,10 +79,7 @@ class NngLink(Listening[NngConn]):
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
     ) -> list[str]:
-        wanted = list(listen) or [
-            "ipc" if wire == "ipc" else f"{wire}://127.0.0.1:0" for wire in self._wires
-        ]
-        for address in wanted:
+        for address in listen:
             if address != "ipc" or "ipc" not in self._wires:
                 addresses.check(address, self._wires, "nng")
         engine.use()
@@ -90,6 +87,7 @@ class NngLink(Listening[NngConn]):
         self._is_open = True
         self._begin_watching(poller)
         try:
+            wanted = listen or self._files.usual(self._wires, directory)
             bound = [self._listen(address, directory) for address in wanted]
         except BaseException:
             self.close()

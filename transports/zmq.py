@@ -103,9 +103,7 @@ class ZmqLink(Link):
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
     ) -> list[str]:
-        default = {"ipc": "ipc", "tcp": "tcp://127.0.0.1:0"}
-        wanted = list(listen) or [default[wire] for wire in self._wires]
-        for address in wanted:
+        for address in listen:
             if address != "ipc" or "ipc" not in self._wires:
                 addresses.check(address, self._wires, "zmq")
         self._poller = poller
@@ -121,6 +119,7 @@ class ZmqLink(Link):
         try:
             collector.use(self)
             self._start()
+            wanted = listen or self._files.usual(self._wires, directory)
             bound = [self._listen(address, directory) for address in wanted]
         except zmq.ZMQError as error:
             self.close()

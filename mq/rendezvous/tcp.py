@@ -86,7 +86,11 @@ def _open_keyring(address: Address, timeout: float) -> DirectoryStore:
             "same MQ_SECRET or --secret-file"
         )
     group = f"\0{address}"  # not printable, so no group of members has this name
-    return DirectoryStore(local_base(), group, shared=False, timeout=timeout)
+    try:
+        base = local_base()
+    except TransportUnavailable as error:
+        raise TransportUnavailable(f"{error}, or give all a secret=") from error
+    return DirectoryStore(base, group, shared=False, timeout=timeout)
 
 
 def serve(host: str, port: int, secret: bytes | None = None) -> Service:

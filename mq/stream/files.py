@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import tempfile
+from collections.abc import Sequence
 from fcntl import LOCK_NB, LOCK_SH, flock
 from typing import Final
 
@@ -34,11 +35,36 @@ class SocketFiles:
         self._lock_fd: int | None = None
         forks.register(self)
 
+    def usual(self, wires: Sequence[str], directory: str | None) -> list[str]:
+        """What a link of these wires listens on if it is told nothing.
+
+        Without a place for the file of ``ipc`` that is the other wires, if any.
+
+        Raises:
+            TransportUnavailable: There are no others.
+        """
+        found = []
+        for wire in wires:
+            if wire != "ipc":
+                found.append(f"{wire}://127.0.0.1:0")
+                continue
+            try:
+                found.append(f"ipc://{self.new(directory)}")
+            except TransportUnavailable as error:
+                others = ", ".join(other for other in wires if other != wire)
+                if not others:
+                    raise
+                logger.warning("%s on this host, too: %s", others, error)
+        return found
+
     def new(self, directory: str | None) -> str:
         """A path that nobody has.
 
         Args:
             directory: Of mode 0700, as for `Link.open`; None: one is made.
+
+        Raises:
+            TransportUnavailable: There is nowhere to make one.
         """
         if directory is None:
             if not self._own_directory:
@@ -60,7 +86,10 @@ class SocketFiles:
             problem: object = f"{base} was being removed"
         except (TransportUnavailable, OSError) as error:
             problem = error
-        self._own_directory = tempfile.mkdtemp(prefix="mq-")
+        try:
+            self._own_directory = tempfile.mkdtemp(prefix="mq-")
+        except OSError as error:
+            raise TransportUnavailable(f"no socket files: {problem}") from error
         logger.warning(
             "socket files are in %s, which would stay if this process was killed: %s",
             self._own_directory,
