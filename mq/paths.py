@@ -99,6 +99,8 @@ def check_shared(path: str) -> None:
 def make_private(path: str, *, shared: bool) -> None:
     """Make a directory only this user can enter, or check that it is one.
 
+    One that a umask has closed to this user, too, is opened.
+
     Args:
         path: The directory.
         shared: Whether it is in one that was given, for members of several hosts.
@@ -120,6 +122,10 @@ def make_private(path: str, *, shared: bool) -> None:
         problem = (
             f"is open to others (mode {stat.S_IMODE(found.st_mode):04o}, not 0700)"
         )
+    elif found.st_mode & 0o700 != 0o700 and not _open_to_owner(path, found):
+        problem = (
+            f"is closed to its owner (mode {stat.S_IMODE(found.st_mode):04o}, not 0700)"
+        )
     else:
         return
     remedy = "set XDG_RUNTIME_DIR or TMPDIR to a directory of your own"
@@ -128,6 +134,36 @@ def make_private(path: str, *, shared: bool) -> None:
     raise TransportUnavailable(
         f"the rendezvous directory {path} {problem}; remove it, or {remedy}"
     )
+
+
+def _open_to_owner(path: str, found: os.stat_result) -> bool:
+    """Whether the directory that was found there has mode 0700 now."""
+    with contextlib.suppress(OSError):
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags)
+        try:
+            if os.path.samestat(os.fstat(fd), found):
+                os.chmod(f"/proc/self/fd/{fd}", 0o700)  # not what has its name by now
+                return True
+        finally:
+            os.close(fd)
+    return False
+
+
+def open_private(path: str, flags: int) -> int:
+    """Open a file for this user alone, and make it, if it is not there.
+
+    A umask may take from the owner, too, who could not open it again.
+    """
+    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags, 0o600)
+    try:
+        if os.fstat(fd).st_mode & 0o600 != 0o600:
+            os.fchmod(fd, 0o600)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def remove_if_deserted(path: str) -> None:

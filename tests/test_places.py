@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
+import stat
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meeting import runtime
+import pytest
+from meeting import meet, runtime
 from namespaces import with_mounts
 from nng_links import nng_runs
+
+from mq import paths
+from mq.errors import TransportUnavailable
+from mq.stream.files import SocketFiles
 
 __all__ = ["nng_runs", "runtime"]  # fixtures
 
@@ -140,3 +148,105 @@ def test_without_a_place_to_meet_the_error_says_what_would_do(runtime: Path) -> 
     told = "TransportUnavailable: .*set XDG_RUNTIME_DIR or TMPDIR"
     assert all(re.match(told, one["error"]) for one in found)
     assert "secret" in found[2]["error"]
+
+
+# -- a umask that takes from the owner, too ----------
+
+
+@pytest.fixture
+def plain_user() -> list[str]:
+    """What a command begins with for which modes of files count, as not for root."""
+    if os.geteuid():
+        return []
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        pytest.skip("no setpriv to take root's privileges away with")
+    return [setpriv, "--bounding-set=-all", "--inh-caps=-all"]
+
+
+@contextlib.contextmanager
+def _umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o777, 0o277])
+def test_a_umask_locks_no_member_out(
+    mask: int, runtime: Path, plain_user: list[str]
+) -> None:
+    """Neither members of the same mask nor, by what is left, those after them."""
+    cases: list[tuple[str, dict[str, object]]] = [
+        (backend, {}) for backend in ("shm", "zmq:ipc", "nng:ipc", "tcp")
+    ]
+    variables = {"XDG_RUNTIME_DIR": str(runtime)}
+
+    found = _members(plain_user, cases, mask=mask, variables=variables)
+
+    assert [one["error"] for one in found] == [""] * len(cases)
+    assert list(runtime.iterdir()) == []
+
+
+@pytest.mark.parametrize("mask", [0o777, 0o277])
+def test_a_umask_takes_nothing_from_the_owner(mask: int, runtime: Path) -> None:
+    """Of what lies about for others to use, or to sweep."""
+    files = SocketFiles("test")
+    with _umask(mask), contextlib.closing(meet(None)):
+        files.new(None)
+        modes = {
+            (path.is_dir(), stat.S_IMODE(path.stat().st_mode))
+            for path in runtime.rglob("*")
+        }
+        files.remove()
+    assert modes == {(True, 0o700), (False, 0o600)}
+
+
+def test_a_directory_that_locks_its_owner_out_is_mended(runtime: Path) -> None:
+    """One that was left so, or is being made at this moment by another process."""
+    base = Path(paths.local_base())
+    base.mkdir()
+    base.chmod(0)
+    with contextlib.closing(meet(None)):
+        assert stat.S_IMODE(base.stat().st_mode) == 0o700
+
+
+def test_a_directory_of_another_user_stays_as_it_is(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may change it: root may."""
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    base = Path(paths.local_base())
+    base.mkdir()
+    base.chmod(0)
+    with pytest.raises(TransportUnavailable, match=f"belongs to user {owner}, not"):
+        meet(None)
+    assert stat.S_IMODE(base.stat().st_mode) == 0
+    base.chmod(0o700)
+
+
+def test_a_directory_that_is_another_by_now_is_not_mended(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody put a link in its place after it was looked at."""
+    base, target = Path(paths.local_base()), runtime / "elsewhere"
+    for directory in (base, target):
+        directory.mkdir()
+        directory.chmod(0o500)
+    look = os.lstat
+
+    def look_and_swap(path: str) -> os.stat_result:
+        found = look(path)
+        if path == str(base) and not base.is_symlink():
+            base.rmdir()
+            base.symlink_to(target)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", look_and_swap)
+        with pytest.raises(TransportUnavailable, match=r"closed to its owner .*0500"):
+            meet(None)
+    assert base.is_symlink()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o500

@@ -198,7 +198,6 @@ class ZmqLink(Link):
         try:
             if wire == "ipc":
                 addresses.check_socket_path(rest)
-                self._files.add(rest)
             else:
                 host, port = addresses.split(address)
                 address = f"tcp://{addresses.numeric_host(host)}:{port or '*'}"
@@ -211,6 +210,8 @@ class ZmqLink(Link):
         except zmq.ZMQError as error:
             number = error.errno or errno.EINVAL
             raise OSError(number, f"cannot listen on {address}: {error}") from error
+        if wire == "ipc":
+            self._files.add(rest)
         self.watch()  # the descriptor that listens, for a child that is forked now
         bound = sock.getsockopt_string(zmq.LAST_ENDPOINT)
         self._doors.open(bound)

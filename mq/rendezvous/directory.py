@@ -141,8 +141,7 @@ class DirectoryStore(CellStore[_File]):
             pause.wait(0.005)  # flock has no time-out
 
     def _try_lock(self) -> bool:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self._file("lock"), flags, 0o600)
+        fd = paths.open_private(self._file("lock"), os.O_RDWR)
         try:
             self._has_locks = True
             try:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 
+from mq import paths
+
 
 def publish_file(directory: str, name: str, content: bytes) -> bool:
     """Make a complete file at once; False if there is one of that name."""
     temporary = os.path.join(directory, f"t-{secrets.token_hex(8)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o600)
+    fd = paths.open_private(temporary, os.O_WRONLY | os.O_EXCL)
     try:
         with open(fd, "wb") as file:
             file.write(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Sequence
 from fcntl import LOCK_NB, LOCK_SH, flock
@@ -90,6 +91,7 @@ class SocketFiles:
             self._own_directory = tempfile.mkdtemp(prefix="mq-")
         except OSError as error:
             raise TransportUnavailable(f"no socket files: {problem}") from error
+        paths.make_private(self._own_directory, shared=False)  # whatever the umask is
         logger.warning(
             "socket files are in %s, which would stay if this process was killed: %s",
             self._own_directory,
@@ -98,7 +100,7 @@ class SocketFiles:
 
     def _lock_directory(self, base: str) -> bool:
         path = os.path.join(base, paths.new_sockets_name())
-        os.mkdir(path, 0o700)
+        paths.make_private(path, shared=False)
         try:
             return self._lock(base, path)
         except (FileNotFoundError, BlockingIOError):
@@ -109,7 +111,7 @@ class SocketFiles:
 
     def _lock(self, base: str, path: str) -> bool:
         lock = os.path.join(path, "lock")
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = paths.open_private(lock, os.O_RDWR)
         try:
             flock(fd, LOCK_SH | LOCK_NB)
             # Else a sweeper was quicker, which saw nobody's lock on it.
@@ -123,8 +125,11 @@ class SocketFiles:
                 os.close(fd)
 
     def add(self, path: str) -> None:
-        """A socket of the link listens there."""
+        """A socket of the link is bound there, to which its owner may connect."""
         self._paths.append(path)
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        if mode & 0o600 != 0o600:  # so the umask is
+            os.chmod(path, mode | 0o600)
 
     def remove(self) -> None:
         """Remove them all, as far as they are there, and the directory made for them.
