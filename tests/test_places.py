@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from meeting import meet, runtime
 from namespaces import with_mounts
 from nng_links import nng_runs
 
+import mq
 from mq import paths
 from mq.errors import TransportUnavailable
 from mq.stream.files import SocketFiles
@@ -250,3 +252,47 @@ def test_a_directory_that_is_another_by_now_is_not_mended(
             meet(None)
     assert base.is_symlink()
     assert stat.S_IMODE(target.stat().st_mode) == 0o500
+
+
+# -- names that cannot be printed ----------
+
+
+@pytest.fixture(params=["n\udcff", "a\nb"], ids=["no-utf-8", "newline"])
+def unprintable(
+    request: pytest.FixtureRequest, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A directory for everything, of such a name."""
+    directory = runtime / request.param
+    directory.mkdir(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
+
+
+@pytest.mark.parametrize("backend", ["shm", "zmq:ipc", "nng:ipc"])
+def test_a_socket_file_that_cannot_be_named_is_an_error(
+    backend: str, unprintable: Path
+) -> None:
+    """With its remedy; whoever records or greets a member has to name it."""
+    told = re.escape(ascii(str(unprintable))[1:-1])
+    told = f"{told}.*cannot be printed; set XDG_RUNTIME_DIR or TMPDIR"
+    for meets in (None, f"file://{unprintable.parent}"):
+        with pytest.raises(TransportUnavailable, match=told):
+            mq.connect(backend, group="g", rendezvous=meets)
+    assert list(unprintable.iterdir()) == []
+
+
+@pytest.mark.parametrize("backend", ["auto", "zmq", "nng"])
+def test_members_do_without_a_socket_file_that_cannot_be_named(
+    backend: str, unprintable: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They meet there, and talk over TCP."""
+    with (
+        mq.connect(backend, group="g", name="a") as a,
+        mq.connect(backend, group="g", name="b") as b,
+    ):
+        b.subscribe("t", timeout=STEP)
+        a.publish("t", 1, timeout=STEP)
+        assert b.recv(STEP).payload == 1
+        assert [_schemes(queue.describe()) for queue in (a, b)] == [["tcp"]] * 2
+    assert caplog.text.count("cannot be printed") == 2

@@ -65,12 +65,18 @@ class SocketFiles:
             directory: Of mode 0700, as for `Link.open`; None: one is made.
 
         Raises:
-            TransportUnavailable: There is nowhere to make one.
+            TransportUnavailable: There is nowhere to make one, or members could not
+                tell each other where it is.
         """
         if directory is None:
             if not self._own_directory:
                 self._make_directory()
             directory = self._own_directory
+        if not directory.isprintable():
+            raise TransportUnavailable(
+                f"no socket files in {directory!r}, which cannot be printed; set "
+                "XDG_RUNTIME_DIR or TMPDIR to another directory"
+            )
         name = f"{secrets.token_hex(_TOKEN_BYTES)}.{self._suffix}"
         return os.path.join(directory, name)
 
