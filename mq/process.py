@@ -17,6 +17,8 @@ from typing import Final, NamedTuple
 
 _DEAD_STATES: Final = ("Z", "X", "x")
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
+_MOST_HOST_CHARACTERS: Final = 64
+"""As many as the kernel lets a name have, where it is escaped, too."""
 _MOST_PID: Final = 2**31 - 1
 """The kernel's type: what a peer says beyond it is the id of no process."""
 
@@ -61,13 +63,21 @@ def here() -> ProcessId:
     """The identity of the calling process; asked anew, so right after a fork too."""
     stat = _read_stat("self")
     return ProcessId(
-        host=socket.gethostname() or "localhost",
+        host=host_name(),
         pid=os.getpid(),
         boot_id=boot_id(),
         pid_namespace=_namespace("pid"),
         time_namespace=_namespace("time"),
         started=stat.started if stat is not None else 0,
     )
+
+
+def host_name() -> str:
+    """What this host is called, for people to read, whatever its name is made of."""
+    name = socket.gethostname()
+    if not name.isprintable():
+        name = ascii(name)[1:-1][:_MOST_HOST_CHARACTERS]
+    return name or "localhost"
 
 
 def _namespace(kind: str) -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from mq import registry
+from mq import process, registry
 from mq.errors import AuthenticationFailed, MQError
 from mq.options import listed, switch, whole
 from mq.seconds import positive_seconds
@@ -176,7 +175,7 @@ def resolve(
 
 
 def _default_name() -> str:
-    return f"{socket.gethostname() or 'localhost'}-{os.getpid()}-{next(_counter)}"
+    return f"{process.host_name()}-{os.getpid()}-{next(_counter)}"
 
 
 def _under_torchrun(env: Mapping[str, str]) -> bool:

@@ -296,3 +296,28 @@ def test_members_do_without_a_socket_file_that_cannot_be_named(
         assert b.recv(STEP).payload == 1
         assert [_schemes(queue.describe()) for queue in (a, b)] == [["tcp"]] * 2
     assert caplog.text.count("cannot be printed") == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("h\udcff", r"h\udcff"), ("a\nb", r"a\nb"), ("", "localhost")]
+)
+def test_a_host_is_shown_whatever_it_is_called(
+    host: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`connect` needs no name of the user's own there."""
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    with (
+        mq.connect("tcp", group="g") as a,
+        mq.connect("tcp", group="g", name="b") as b,
+    ):
+        assert re.fullmatch(rf"{re.escape(shown)}-{os.getpid()}-\d+", a.name)
+        assert {member.host for member in b.members()} == {shown}
+
+
+def test_the_name_of_a_host_leaves_room_for_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A name has at most 64 bytes, and each is six characters where it is escaped."""
+    monkeypatch.setattr("socket.gethostname", lambda: "\udcff" * 64)
+    with mq.connect("tcp", group="g") as queue:
+        assert queue.name.startswith(r"\udcff" * 10)
