@@ -124,6 +124,7 @@ def of_mesh(mesh: Mesh) -> dict[str, Any]:
     """The counters of a member, as plain dictionaries; the lock is held."""
     inbox = mesh.subscriber.inbox
     inbox.settle()
+    replaced = inbox.replaced()
     topics = {}
     for name, topic in mesh.publisher.topics.items():
         topic.stats.published = topic.newest + 1
@@ -132,6 +133,7 @@ def of_mesh(mesh: Mesh) -> dict[str, Any]:
         if used or topic.stats != TopicStats():
             queued = {feed.session.name: feed.queued() for feed in topic.feeds}
             topics[name] = {**asdict(topic.stats), "queued": queued}
+            topics[name]["dropped"] += replaced[name]
     whole = asdict(mesh.stats)
     whole["malformed"] += sum(link.malformed for link in mesh.links)
     return {

@@ -8,7 +8,7 @@ counters follow when the last one is taken, or when somebody asks.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple
@@ -169,8 +169,8 @@ class Inbox:
         self.fifo.popleft()
         _, sequence, _, area = entry
         stats = source.subscription.stats
-        owed = source.taken < source.retained < sequence
-        stats.dropped += owed + max(0, sequence - max(source.taken + 1, source.first))
+        if sequence != source.taken + 1:
+            stats.dropped += _due(source, sequence)
         source.taken = sequence
         stats.received += 1
         stats.received_bytes += len(area)
@@ -198,6 +198,16 @@ class Inbox:
         prepared = self._prepared
         if prepared is not None:
             self._count(prepared.run, prepared.stop - len(prepared.ready))
+
+    def replaced(self) -> Counter[str]:
+        """Messages that newer ones have replaced since the last taken, by topic.
+
+        Of what is still to be taken: the counters learn of them when it is.
+        """
+        found: Counter[str] = Counter()
+        for source in {item for item in self.fifo if isinstance(item, Source)}:
+            found[source.subscription.topic] += _replaced(source)
+        return found
 
     def _unprepare(self) -> None:
         """Forget the products; what they were made of is still there."""
@@ -277,10 +287,23 @@ class Inbox:
         before, self.fifo = self.fifo, kept  # in one step: an interrupt loses nothing
         for item in before:
             if isinstance(item, Source) and _belongs(item, subscription):
+                if item.kept:  # it is there once for each
+                    subscription.stats.dropped += _replaced(item)
                 # Source and entry refer to each other, and a borrowed area must not
                 # wait for the garbage collector to go back to its publisher.
                 item.kept.clear()
         return dropped
+
+
+def _due(source: Source, sequence: int) -> int:
+    """How many messages before this one are due since the last taken."""
+    owed = source.taken < source.retained < sequence
+    return owed + max(0, sequence - max(source.taken + 1, source.first))
+
+
+def _replaced(source: Source) -> int:
+    """How many of them newer ones have replaced."""
+    return _due(source, source.newest + 1) - len(source.kept)
 
 
 def _belongs(item: Item, subscription: Subscription) -> bool:

@@ -21,6 +21,7 @@ def keep_last_never_makes_a_publisher_wait(group: Group) -> None:
     for number in range(300):
         a.publish("t", number, timeout=0)
     a.call("flush", timeout=STEP)
+    assert b.run(programs.topic_stats, "t")["dropped"] == 297
     got = b.run(programs.receive, 3)
     assert [(m.sequence, m.digest) for m in got] == [(n, n) for n in (297, 298, 299)]
     assert b.run(programs.nothing_waits)
