@@ -102,3 +102,21 @@ def test_each_message_is_counted_once_whenever_somebody_looks(keep: int) -> None
         world.settle()
         b.unsubscribe("t")
         assert accounted(b) == due, seed
+
+
+@pytest.mark.parametrize("keep", [None, 2])
+def test_what_a_call_took_and_put_back_is_counted_once(keep: int | None) -> None:
+    """Also where the subscription ends before another call has it."""
+    world = World("a", "b")
+    a, b = world["a"], world["b"]
+    b.subscribe("t", keep)
+    world.settle()
+    for _ in range(2):
+        assert a.publish("t", b"x")
+    world.settle()
+    subscriber = b.mesh.subscriber
+    item = subscriber.take()
+    subscriber.inbox.hand_over()
+    subscriber.inbox.put_back(item)
+    b.unsubscribe("t")
+    assert accounted(b) == 2

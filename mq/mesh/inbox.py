@@ -270,7 +270,10 @@ class Inbox:
         self.fifo = deque(item for item in self.fifo if id(item) not in gone)
 
     def drop(self, subscription: Subscription) -> int:
-        """Remove the messages of one subscription; how many there were."""
+        """Remove the messages of one subscription; how many nobody had taken.
+
+        What was taken and put back is counted as received, a notice as lost.
+        """
         self.settle()
         self._unprepare()
         kept: deque[Item] = deque()
@@ -282,7 +285,7 @@ class Inbox:
                 dropped += len(item.areas) - item.taken
                 if item.copying is not None:
                     item.copying.wanted = False
-            elif not isinstance(item, MessageTooLarge):
+            elif isinstance(item, Source):
                 dropped += 1
         before, self.fifo = self.fifo, kept  # in one step: an interrupt loses nothing
         for item in before:
