@@ -169,7 +169,8 @@ class Membership:
         the transport shares none), `inbox` for the number of messages that wait for
         `recv`.
         """
-        counters = self._driver.look(lambda: stats.of_mesh(self._mesh))
+        driver = self._driver
+        counters = driver.look(lambda: stats.of_mesh(self._mesh, driver.waited()))
         return {**counters, "pool": self._pool.stats()._asdict()}
 
     def describe(self) -> dict[str, Any]:

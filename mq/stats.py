@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ class TopicStats:
         nobody: Messages published while nobody was subscribed.
         undelivered: Messages that a subscriber was still to have when it was lost; of a
             keep-last subscription those alone that none had replaced.
-        blocked_seconds: Time that `publish` waited for credit.
+        blocked_seconds: Time that calls of `publish` waited for credit, or for memory.
         received, received_bytes: Messages that `recv` returned or raised for.
         dropped: Messages that a keep-last subscription replaced by newer ones.
         lost: Messages that `recv` reported as lost, or as too large to be sent.
@@ -120,8 +121,12 @@ def _of_peer(session: Session) -> dict[str, int | str]:
     }
 
 
-def of_mesh(mesh: Mesh) -> dict[str, Any]:
-    """The counters of a member, as plain dictionaries; the lock is held."""
+def of_mesh(mesh: Mesh, waited: Mapping[str, float]) -> dict[str, Any]:
+    """The counters of a member, as plain dictionaries; the lock is held.
+
+    Args:
+        waited: For how many seconds calls that still wait have done so, by topic.
+    """
     inbox = mesh.subscriber.inbox
     inbox.settle()
     replaced = inbox.replaced()
@@ -131,9 +136,10 @@ def of_mesh(mesh: Mesh) -> dict[str, Any]:
         topic.stats.published_bytes = topic.total()
         used = topic.feeds or name in mesh.subscriber.topics
         if used or topic.stats != TopicStats():
-            queued = {feed.session.name: feed.queued() for feed in topic.feeds}
-            topics[name] = {**asdict(topic.stats), "queued": queued}
-            topics[name]["dropped"] += replaced[name]
+            counters = topics[name] = asdict(topic.stats)
+            counters["blocked_seconds"] += waited.get(name, 0.0)
+            counters["dropped"] += replaced[name]
+            counters["queued"] = {f.session.name: f.queued() for f in topic.feeds}
     whole = asdict(mesh.stats)
     whole["malformed"] += sum(link.malformed for link in mesh.links)
     return {

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import random
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from world import Member, World
 
+import mq
 from mq import stats
+from mq.testing.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("small_messages")
 
 
 def counters(member: Member, topic: str = "t") -> dict[str, Any]:
     """What `stats()` says of a topic."""
-    found: dict[str, Any] = stats.of_mesh(member.mesh)["topics"][topic]
+    found: dict[str, Any] = stats.of_mesh(member.mesh, {})["topics"][topic]
     return found
 
 
@@ -120,3 +127,94 @@ def test_what_a_call_took_and_put_back_is_counted_once(keep: int | None) -> None
     subscriber.inbox.put_back(item)
     b.unsubscribe("t")
     assert accounted(b) == 2
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[mq.MQ, mq.MQ]]:
+    """Two members; b has room for one message on t, which is there and unread."""
+    group = f"stats-{os.getpid()}"
+    with mq.connect("inproc", group=group, name="a") as a:
+        with mq.connect("inproc", group=group, name="b") as b:
+            b.subscribe("t", depth=1)
+            a.publish("t", "first")
+            a.flush(timeout=30)
+            yield a, b
+
+
+def blocked(queue: mq.MQ) -> float:
+    """Seconds for which calls of `publish` on t have waited."""
+    found: float = queue.stats()["topics"]["t"]["blocked_seconds"]
+    return found
+
+
+def grows(queue: mq.MQ) -> None:
+    """The time for which calls wait on t is seen to grow."""
+    for _ in range(3):
+        before = blocked(queue)
+        wait_until(lambda seen=before: blocked(queue) > seen, "time to pass")
+
+
+def stands(queue: mq.MQ) -> bool:
+    """Whether it does no more; no two looks come at one time of the clock."""
+    return blocked(queue) == blocked(queue)
+
+
+def test_a_publish_that_waits_now_shows_that_it_does(
+    pair: tuple[mq.MQ, mq.MQ],
+) -> None:
+    """Long before its wait has ended; then it counts no more."""
+    a, b = pair
+    calls = [
+        threading.Thread(target=a.publish, args=("t", number), daemon=True)
+        for number in range(2)
+    ]
+    for call in calls:
+        call.start()
+    grows(a)
+    assert a.stats()["topics"]["t"]["published"] == 1
+    for _ in range(3):
+        b.recv(timeout=30)
+    for call in calls:
+        call.join(30)
+        assert not call.is_alive()
+    assert stands(a)
+
+
+def test_a_publish_that_gave_up_counts_no_more(pair: tuple[mq.MQ, mq.MQ]) -> None:
+    """Neither one that blocked nor a task."""
+    a, _ = pair
+
+    async def body() -> None:
+        call = asyncio.create_task(a.apublish("t", "second"))
+        await asyncio.to_thread(grows, a)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+    asyncio.run(body())
+    assert stands(a)
+    before = blocked(a)
+    with pytest.raises(mq.PublishTimeout):
+        a.publish("t", "third", timeout=0.05)
+    assert stands(a)
+    assert blocked(a) > before
+
+
+def test_a_publish_that_waits_for_memory_shows_who_holds_it() -> None:
+    """As one that waits for credit shows that it waits."""
+    options: dict[str, Any] = {"group": f"stats-{os.getpid()}", "shm_bytes": 4 << 20}
+    with (
+        mq.connect("shm", name="a", **options) as a,
+        mq.connect("shm", name="b", **options) as b,
+    ):
+        b.subscribe("t", zero_copy=True)
+        content = np.zeros((3 << 20) - 256, np.uint8)
+        a.publish("t", content)
+        held = [b.recv(timeout=30).payload]
+        call = threading.Thread(target=a.publish, args=("t", content), daemon=True)
+        call.start()
+        grows(a)
+        assert a.stats()["peers"]["b"]["lent_bytes"] >= len(content)
+        held.clear()
+        call.join(30)
+        assert not call.is_alive()
+        assert stands(a)

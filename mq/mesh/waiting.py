@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -41,7 +42,15 @@ class Wait:
         told: Who was told that it waits.
     """
 
-    __slots__ = ("begin", "blocked", "complain_at", "deadline", "lacks", "told")
+    __slots__ = (
+        "__weakref__",
+        "begin",
+        "blocked",
+        "complain_at",
+        "deadline",
+        "lacks",
+        "told",
+    )
 
     def __init__(self, deadline: float | None) -> None:
         self.begin = time.monotonic()
@@ -65,6 +74,8 @@ class Waiting(Lead):
         super().__init__(mesh, poller, where)
         self._waits: Counter[Session] = Counter()
         self._left_alone: deque[tuple[str, Wait]] = deque()
+        # By topic. What an interrupt kept from its end is none when its call is gone.
+        self._running = weakref.WeakKeyDictionary[Wait, str]()
 
     def _wait_for(
         self,
@@ -92,6 +103,7 @@ class Waiting(Lead):
         """
         wait = Wait(deadline) if turns is None else turns
         wait.blocked = True
+        self._running[wait] = topic.name
         try:
             while True:
                 self._poll(flush=True)
@@ -142,6 +154,14 @@ class Waiting(Lead):
                     self._end(self.mesh.publisher.topic(name), wait)
                     self._leave()
 
+    def waited(self) -> dict[str, float]:
+        """For how many seconds calls that still wait have done so, by topic."""
+        now = time.monotonic()
+        found: dict[str, float] = {}
+        for wait, name in self._running.items():
+            found[name] = found.get(name, 0.0) + now - wait.begin
+        return found
+
     def _run_upkeep(self) -> None:
         while self._left_alone:
             name, wait = self._left_alone.popleft()
@@ -149,6 +169,7 @@ class Waiting(Lead):
         super()._run_upkeep()
 
     def _end(self, topic: Topic, wait: Wait) -> None:
+        self._running.pop(wait, None)
         topic.stats.blocked_seconds += time.monotonic() - wait.begin
         self._tell_going_on(wait.told)
 
