@@ -27,8 +27,9 @@ class TopicStats:
         refused: Messages that could not be decoded or were not trusted.
         discarded: Messages received and never taken, when unsubscribing or closing.
 
-    `stats()` adds `queued`: by name of each subscriber, how many messages were
-    committed to it that are on no frame yet, for want of credit or of room on the wire.
+    `stats()` adds, by name of each subscriber, `queued`: how many messages it is still
+    to have, which would be `undelivered` if it were lost now; and of those that keep
+    all `credit`: how many more may be published before it has read some.
     """
 
     published: int = 0
@@ -139,7 +140,11 @@ def of_mesh(mesh: Mesh, waited: Mapping[str, float]) -> dict[str, Any]:
             counters = topics[name] = asdict(topic.stats)
             counters["blocked_seconds"] += waited.get(name, 0.0)
             counters["dropped"] += replaced[name]
-            counters["queued"] = {f.session.name: f.queued() for f in topic.feeds}
+            feeds = {feed.session.name: feed for feed in topic.feeds}
+            counters["queued"] = {n: f.lacks(f.mark()) for n, f in feeds.items()}
+            counters["credit"] = {
+                n: f.credit() for n, f in feeds.items() if f.keep is None
+            }
     whole = asdict(mesh.stats)
     whole["malformed"] += sum(link.malformed for link in mesh.links)
     return {

@@ -159,7 +159,7 @@ def stands(queue: mq.MQ) -> bool:
     return blocked(queue) == blocked(queue)
 
 
-def test_a_publish_that_waits_now_shows_that_it_does(
+def test_a_publish_that_waits_now_shows_whom_it_waits_for(
     pair: tuple[mq.MQ, mq.MQ],
 ) -> None:
     """Long before its wait has ended; then it counts no more."""
@@ -171,7 +171,10 @@ def test_a_publish_that_waits_now_shows_that_it_does(
     for call in calls:
         call.start()
     grows(a)
-    assert a.stats()["topics"]["t"]["published"] == 1
+    of_topic = a.stats()["topics"]["t"]
+    assert of_topic["published"] == 1
+    assert of_topic["credit"] == {"b": 0}
+    assert of_topic["queued"] == {"b": 0}
     for _ in range(3):
         b.recv(timeout=30)
     for call in calls:
@@ -200,7 +203,7 @@ def test_a_publish_that_gave_up_counts_no_more(pair: tuple[mq.MQ, mq.MQ]) -> Non
 
 
 def test_a_publish_that_waits_for_memory_shows_who_holds_it() -> None:
-    """As one that waits for credit shows that it waits."""
+    """It is no want of credit."""
     options: dict[str, Any] = {"group": f"stats-{os.getpid()}", "shm_bytes": 4 << 20}
     with (
         mq.connect("shm", name="a", **options) as a,
@@ -213,8 +216,54 @@ def test_a_publish_that_waits_for_memory_shows_who_holds_it() -> None:
         call = threading.Thread(target=a.publish, args=("t", content), daemon=True)
         call.start()
         grows(a)
+        assert a.stats()["topics"]["t"]["credit"]["b"] > 0
         assert a.stats()["peers"]["b"]["lent_bytes"] >= len(content)
         held.clear()
         call.join(30)
         assert not call.is_alive()
         assert stands(a)
+
+
+@pytest.mark.parametrize(("keep", "lacking"), [(None, 8), (3, 3), (20, 8)])
+def test_what_a_subscriber_is_still_to_have_is_queued_for_it(
+    keep: int | None, lacking: int
+) -> None:
+    """Whether it is in a frame, and how much of that the wire has taken, or not."""
+    world = World("a", "b")
+    a, b = world["a"], world["b"]
+    b.subscribe("t", keep)
+    world.settle()
+    for capacity in (0, 1, 1000):
+        a.link.capacity = capacity
+        world.partition("a", "b")
+        for _ in range(8):
+            assert a.publish("t", b"x")
+        world.settle()
+        assert counters(a)["queued"] == {"b": lacking}
+        world.heal()
+        a.link.capacity = 1000
+        world.cut("a", "b")
+        world.settle()
+        assert counters(a)["queued"] == {"b": 0}
+        b.recv_all()
+        world.settle()
+
+
+def test_credit_is_what_publish_may_still_send_a_subscriber() -> None:
+    """None where it is bytes that are used up; nobody waits for who keeps the last."""
+    world = World("a", "few", "small", "newest")
+    a = world["a"]
+    world["few"].subscribe("t", depth=3)
+    world["small"].subscribe("t", window_bytes=1000)
+    world["newest"].subscribe("t", keep=1)
+    world.settle()
+    assert counters(a)["credit"].keys() == {"few", "small"}
+    while (left := counters(a)["credit"])["few"]:
+        assert a.publish("t", b"x")
+        assert counters(a)["credit"] == {name: n - 1 for name, n in left.items()}
+    assert not a.publish("t", b"x")
+    world["few"].unsubscribe("t")
+    world.settle()
+    assert a.publish("t", bytes(2000))
+    assert counters(a)["credit"] == {"small": 0}
+    assert not a.publish("t", b"x")

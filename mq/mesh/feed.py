@@ -123,6 +123,11 @@ class Feed:
             topic.newest + 1 < self.limit_sequence and topic.total() < self.limit_total
         )
 
+    def credit(self) -> int:
+        """How many more messages may be committed; 0: `publish` waits for this one."""
+        left = self.limit_sequence - self.topic.newest - 1
+        return left if self.has_credit() else 0
+
     def give_back(self, messages: int, nbytes: int) -> tuple[int, int]:
         """Go down to these totals, as far as no more was committed; those that hold."""
         used = self.topic.newest + 1 - self.base_sequence

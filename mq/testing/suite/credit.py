@@ -74,6 +74,26 @@ def waiting_publish_holds_no_reservation(group: Group) -> None:
 
 
 @case("Keep all")
+def waiting_publish_shows_whom_it_waits_for(group: Group) -> None:
+    """In `stats()`, while it waits: the one that has taken nothing of two."""
+    a, quick, slow = group.members("a", "quick", "slow")
+    quick.subscribe("t")
+    slow.subscribe("t", depth=2)
+    filled = a.run(programs.fill, "t")
+    before = a.run(programs.topic_stats, "t")["blocked_seconds"]
+    waiting = a.start("publish", "t", "last", timeout=STEP)
+    wait_until(
+        lambda: a.run(programs.topic_stats, "t")["blocked_seconds"] > before,
+        "the time that publish waits to be counted",
+    )
+    counters = a.run(programs.topic_stats, "t")
+    assert counters["credit"]["slow"] == 0 < counters["credit"]["quick"]
+    assert counters["queued"] == {"quick": 0, "slow": 0}
+    slow.run(programs.receive, filled)
+    waiting.result()
+
+
+@case("Keep all")
 def unsubscribing_releases_a_waiting_publisher(group: Group) -> None:
     """A subscriber that unsubscribes is no longer waited for; others lose nothing."""
     a, b, c = group.members("a", "b", "c")
