@@ -18,8 +18,9 @@ class TopicStats:
     Attributes:
         published, published_bytes: Messages committed by this member.
         nobody: Messages published while nobody was subscribed.
-        undelivered: Messages that a subscriber was still to have when it was lost; of a
-            keep-last subscription those alone that none had replaced.
+        undelivered: Messages that a subscriber was still to have when it was lost, or
+            this member closed; of a keep-last subscription those alone that none had
+            replaced.
         blocked_seconds: Time that calls of `publish` waited for credit, or for memory.
         received, received_bytes: Messages that `recv` returned or raised for.
         dropped: Messages that a keep-last subscription replaced by newer ones.

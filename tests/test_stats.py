@@ -267,3 +267,27 @@ def test_credit_is_what_publish_may_still_send_a_subscriber() -> None:
     assert a.publish("t", bytes(2000))
     assert counters(a)["credit"] == {"small": 0}
     assert not a.publish("t", b"x")
+
+
+@pytest.mark.parametrize(("keep", "lacking"), [(None, 8), (3, 3)])
+def test_what_close_could_not_deliver_is_counted_as_undelivered(
+    keep: int | None, lacking: int
+) -> None:
+    """And waits for nobody any more, wherever it was."""
+    for capacity in (0, 1, 1000):
+        world = World("a", "b", "c")
+        a, b, c = world["a"], world["b"], world["c"]
+        for member in (b, c):
+            member.subscribe("t", keep)
+        world.settle()
+        world.partition("a", "b")
+        a.link.capacity = capacity
+        for _ in range(8):
+            assert a.publish("t", b"x")
+        a.link.capacity = 1000
+        world.cut("a", "c")
+        world.settle()
+        assert counters(a)["queued"] == {"b": lacking, "c": 0}
+        a.mesh.close()
+        assert counters(a)["undelivered"] == lacking
+        assert counters(a)["queued"] == {}

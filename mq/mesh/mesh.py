@@ -385,8 +385,8 @@ class Mesh:
     def close(self, linger: float = LINGER_SECONDS) -> None:
         """Close all connections and links; they send what they have for so long."""
         for session in list(self.sessions.values()):
-            if session.watch is not None:
-                session.watch.close()
+            self.liveness.unwatch(session)
+            self.publisher.remove(session)  # what it lacks is counted
             session.frames.clear()
             session.lent.clear()
         for topic in self.publisher.topics.values():
@@ -394,6 +394,5 @@ class Mesh:
         self.subscriber.returns.close()
         self.conns.clear()
         self.sessions.clear()
-        self.liveness.watches.clear()
         for link in self.links:
             link.close(linger)
