@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from typing import Any
@@ -737,6 +738,64 @@ def test_who_gives_a_subscriber_up_says_what_it_lacks(
     world["a"].publish("t", b"2")
     a.forget(session, "silent for 1 s")
     assert "gave up b: silent for 1 s; messages undelivered: 2 on 't'" in caplog.text
+
+
+def said_of_the_end(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """Level and text of each record that says that a member is gone."""
+    records = [(r.levelname, r.getMessage()) for r in caplog.records]
+    return [(level, text) for level, text in records if "is gone" in text]
+
+
+@pytest.mark.parametrize("lacking", [0, 2])
+@pytest.mark.parametrize("returns", [False, True])
+def test_the_log_says_what_a_dead_subscriber_lacks(
+    caplog: pytest.LogCaptureFixture, lacking: int, returns: bool
+) -> None:
+    """Whether its end is seen or another life of it tells; a warning, if anything."""
+    caplog.set_level(logging.DEBUG, "mq")
+    world = subscribed("b")
+    world.partition("a", "b")
+    for _ in range(lacking):
+        world["a"].publish("t", b"x")
+    world.kill("b", visible=not returns)
+    if returns:
+        world.join("b")
+    world.settle()
+    ((level, text),) = said_of_the_end(caplog)
+    assert level == ("WARNING" if lacking else "DEBUG")
+    assert text.startswith("b is gone: ")
+    assert text.endswith("; messages undelivered: 2 on 't'") == bool(lacking)
+
+
+def test_who_leaves_lacks_nothing_that_anybody_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It wants no more; who looks for an error finds what it was."""
+    caplog.set_level(logging.DEBUG, "mq")
+    world = subscribed("b")
+    a, b = world["a"], world["b"]
+    b.mesh.leave("left")
+    a.publish("t", b"x")
+    world.settle()
+    assert said_of_the_end(caplog) == [
+        ("DEBUG", "b is gone: left; messages undelivered: 1 on 't'")
+    ]
+    assert a.mesh.publisher.topic("t").stats.undelivered == 1
+
+
+def test_who_dies_while_this_member_leaves_is_left_to_close(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Which says what it could not deliver, whoever lacks it: once is enough."""
+    caplog.set_level(logging.DEBUG, "mq")
+    world = subscribed("b")
+    world.partition("a", "b")
+    world["a"].publish("t", b"x")
+    world["a"].mesh.leave("closed")
+    world.kill("b")
+    world.settle()
+    ((level, _),) = said_of_the_end(caplog)
+    assert level == "DEBUG"
 
 
 @pytest.mark.parametrize(("keep", "lacking"), [(1, 1), (3, 3), (20, 8)])

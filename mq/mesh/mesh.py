@@ -318,7 +318,9 @@ class Mesh:
         if not superseded:
             self.forgotten.append((session.peer, proven))
         if proven:
-            logger.debug("%s is gone: %s", session.name, reason)
+            quiet = session.left or self.leaving or not undelivered  # `close` warns
+            say = logger.debug if quiet else logger.warning
+            say("%s is gone: %s%s", session.name, reason, undelivered)
         elif superseded and not session.received:
             logger.debug("another session with %s is used", session.name)
         else:

@@ -319,6 +319,7 @@ class Reader:
         reason = wire.decode(wire.BYE, content)
         session.received = number
         session.answer(now)
+        session.left = True
         self._mesh.dismiss(session, reason or "left")
 
     def malformed(self, session: Session, error: Malformed) -> None:

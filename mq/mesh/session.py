@@ -61,6 +61,7 @@ class Session(Backlog):
         answer_at: When RECEIVED is due, or None.
         had_its_fill: Whether the last turn ended because of `BYTES_PER_TURN`.
         introduced: Whether the peer has told all its subscriptions.
+        left: Whether it has said that it leaves, and so wants nothing more.
         partial: The chunk whose body is arriving: head, flags, frame number, view.
         malformed_at: The last frame received before a malformed one, and how often that
             came.
@@ -109,7 +110,7 @@ class Session(Backlog):
         self.peer_waits = False
         self.fate: Fate | None = None
         self.sending = False
-        self.introduced = False
+        self.introduced = self.left = False
         self.partial: tuple[wire.Chunk, int, int, memoryview] | None = None
         self.lent: dict[tuple[int, int], Block] = {}
 

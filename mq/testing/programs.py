@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 import mq
+from mq import log
 from mq.testing.waiting import STEP
 
 _ODD: Final = 0x9E37_79B9_7F4A_7C15
@@ -129,6 +131,34 @@ def nothing_waits(queue: mq.MQ) -> bool:
     except mq.RecvTimeout:
         return True
     return False
+
+
+class _Ear(logging.Handler):
+    """Remembers what the log has said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+_ears: Final[dict[mq.MQ, _Ear]] = {}
+
+
+def listen(queue: mq.MQ) -> None:
+    """Remember the library's warnings in this process from now on."""
+    ear = _ears[queue] = _Ear()
+    logging.getLogger("mq").addHandler(ear)
+
+
+def heard(queue: mq.MQ) -> list[str]:
+    """The warnings since `listen`; further ones are not remembered."""
+    log.flush()
+    ear = _ears.pop(queue)
+    logging.getLogger("mq").removeHandler(ear)
+    return ear.heard
 
 
 def topic_stats(queue: mq.MQ, topic: str) -> dict[str, Any]:

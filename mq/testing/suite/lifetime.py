@@ -78,17 +78,12 @@ def every_call_after_close_raises_closed(group: Group) -> None:
 
 
 def _undelivered(queue: mq.MQ) -> str:
-    import logging
-
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mq").addHandler(handler)
+    programs.listen(queue)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         queue.close(linger=0.3)
-    logging.getLogger("mq").removeHandler(handler)
-    return " ".join(heard + [str(warning.message) for warning in caught])
+    said = programs.heard(queue)
+    return " ".join(said + [str(warning.message) for warning in caught])
 
 
 def _close_with_everything_delivered(group: Group) -> None:
@@ -113,6 +108,35 @@ def close_counts_what_could_not_be_delivered(group: Group) -> None:
     counters = a.run(programs.topic_stats, "t")
     assert counters["undelivered"] == 7
     assert counters["queued"] == {}
+
+
+def _closing_warns_nobody(group: Group) -> None:
+    """Where members are threads, they end only by `close`."""
+    a, b = group.members("a", "b")
+    b.subscribe("t")
+    a.run(programs.listen)
+    a.run(programs.publish_range, "t", 0, 7)
+    b.call("close", linger=0)
+    a.call("flush", timeout=STEP)
+    assert a.run(programs.heard) == []
+
+
+@case("Death", needs="separate_processes", otherwise=_closing_warns_nobody)
+def what_a_killed_subscriber_lacked_is_logged_and_counted(group: Group) -> None:
+    """Though nobody calls `close`; one that closes is warned of by none."""
+    a, b, c = group.members("a", "b", "c", peer_timeout=60)
+    for member in (b, c):
+        member.subscribe("t")
+    b.stop()
+    a.run(programs.listen)
+    for number in range(7):
+        a.publish("t", [number, programs.pattern(number, 100_000)])
+    c.call("close", linger=0)
+    b.kill()
+    a.call("flush", timeout=STEP)
+    (said,) = a.run(programs.heard)
+    assert said == "b is gone: its process ended; messages undelivered: 7 on 't'"
+    assert a.run(programs.topic_stats, "t")["undelivered"] >= 7
 
 
 @case("edge: After close")
