@@ -104,6 +104,19 @@ def test_a_frame_that_comes_twice_counts_once(payload: bytes) -> None:
     assert b.mesh.stats.malformed == 0
 
 
+def test_both_ends_count_the_same_bytes() -> None:
+    """Answers too, which alone say that a frame has come."""
+    world = subscribed()
+    a, b = world["a"], world["b"]
+    for payload in (b"x", LARGE):
+        assert a.publish("t", payload)
+        world.advance(1.0)
+    ours, theirs = a.session(b).stats, b.session(a).stats
+    assert theirs.sent_frames == ours.received_frames
+    assert theirs.sent_bytes == ours.received_bytes
+    assert ours.sent_bytes == theirs.received_bytes
+
+
 def test_a_request_to_subscribe_is_carried_out_once() -> None:
     """Its frame comes again where an interrupt left it half handled."""
     world = subscribed()

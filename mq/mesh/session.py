@@ -354,5 +354,6 @@ class Session(Backlog):
         if accepted:
             self._sent_something(now)
             self.stats.sent_frames += 1
+            self.stats.sent_bytes += len(head)
         else:
             self.blocked = True
