@@ -6,7 +6,9 @@ import pytest
 from scripted import ScriptedConn
 from world import World
 
+from mq.mesh import wire
 from mq.mesh.greeting import STRANGER_BYTES
+from mq.mesh.handshake import Handshake
 
 
 @pytest.mark.parametrize("dials", ["they", "it"])
@@ -63,3 +65,17 @@ def test_only_who_proves_the_secret_may_send_any_amount(
 
     # Of both ends of a connection, as who is dialled may be a stranger, too.
     assert said == [STRANGER_BYTES, None, None][: 3 if secret == b"secret" else 1]
+
+
+def test_a_wrong_proof_is_no_refusal_for_another_reason() -> None:
+    """It is counted once."""
+    world = World("a")
+    a, x = world["a"], world.add("x")
+    world.stall("x")
+    conn = x.link.dial(a.link.address)
+    shake = Handshake(b"another", dialler=True)
+    assert conn.try_send(shake.hello())
+    assert conn.try_send(shake.seal(wire.GREETING, x.mesh.config.greeting()))
+    world.pump()
+    stats = a.mesh.stats
+    assert (stats.unauthenticated, stats.refused, stats.malformed) == (1, 0, 0)

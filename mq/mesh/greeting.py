@@ -255,7 +255,7 @@ class Greetings(Dialling):
         )
 
     def _refuse(self, conn: Conn, greeter: Greeter, code: str, text: str) -> None:
-        if code not in (hs.DUPLICATE, hs.SELF, hs.LEAVING, hs.OTHER):
+        if code not in (hs.DUPLICATE, hs.SECRET, hs.SELF, hs.LEAVING, hs.OTHER):
             self._mesh.stats.refused += 1
         conn.try_send(greeter.handshake.seal(wire.REFUSED, Refusal(code, text)))
         # The dialler closes when it has read this; else the deadline does.
