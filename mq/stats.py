@@ -83,7 +83,8 @@ class MeshStats:
     Attributes:
         malformed: Frames dropped because they were not of the protocol, any peer; and
             connections that ended before they had begun.
-        unauthenticated: Connections whose peer did not prove the secret.
+        unauthenticated: Connections whose peer did not prove the secret, or says that
+            its own is another.
         refused: Connections refused for another reason, or that never greeted.
         forgotten: Sessions given up without proof that the peer was dead.
         lost_connections: Connections that broke, after both had begun: of two members

@@ -133,6 +133,7 @@ class Session:
             return hmac.new(secret, said, hashlib.sha256).digest()
 
         if proof != prove(2, b""):
+            self.wire.send(PREFIX.pack(5, b"MQMESH", 1))
             raise Refused("secret", "the listener's proof is wrong")
         content = encode(hello)
         self.wire.send(PREFIX.pack(3, b"MQMESH", 1) + prove(3, content) + content)

@@ -6,6 +6,7 @@ import pytest
 from scripted import ScriptedConn
 from world import World
 
+from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.greeting import STRANGER_BYTES
 from mq.mesh.handshake import Handshake
@@ -79,3 +80,58 @@ def test_a_wrong_proof_is_no_refusal_for_another_reason() -> None:
     world.pump()
     stats = a.mesh.stats
     assert (stats.unauthenticated, stats.refused, stats.malformed) == (1, 0, 0)
+
+
+def test_who_has_another_secret_is_counted_and_told_of_at_both_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also by who was dialled, though the dialler is the first to see it."""
+    world = World("a")
+    a, x = world["a"], world.add("x", secret=b"another")
+    for _ in range(3):
+        dial = x.dial_blindly(a.link.address)
+        world.advance(1.0)
+        assert dial.refusal == hs.SECRET
+    for member in (a, x):
+        stats = member.mesh.stats
+        assert (stats.unauthenticated, stats.refused, stats.malformed) == (3, 0, 0)
+        assert len(member.link.conns) == 0
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2, "each tells of the first alone"
+    (told,) = [text for text in texts if f"at {x.link.address}?" in text]
+    assert "another secret" in told
+
+
+def test_noise_before_it_does_not_keep_a_wrong_secret_out_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of all strangers only the first with an offence of its kind is told of."""
+    world = World("a")
+    a, x = world["a"], world.add("x", secret=b"another")
+    for _ in range(2):
+        assert x.link.dial(a.link.address).try_send(b"noise")
+        world.settle()
+    before = len(caplog.records)
+    assert before == 1
+    x.dial(a)
+    world.advance(1.0)
+    texts = [record.getMessage() for record in caplog.records[before:]]
+    assert any(f"at {x.link.address}?" in text for text in texts)
+
+
+def test_a_dialler_that_hangs_up_after_the_challenge_has_said_nothing_of_its_secret(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Scanners do, and members whose other dial was faster, or that end."""
+    world = World("a")
+    a, x = world["a"], world.add("x")
+    world.stall("x")
+    conn = x.link.dial(a.link.address)
+    assert conn.try_send(Handshake(b"secret", dialler=True).hello())
+    world.pump()
+    assert conn.is_readable(), "the challenge"
+    conn.close()
+    world.settle()
+    assert not a.link.conns
+    assert a.mesh.stats.unauthenticated == 0
+    assert not caplog.records

@@ -29,6 +29,8 @@ FATAL: Final = frozenset(
 """Refusals that no repetition changes."""
 FINAL: Final = frozenset({hs.SELF, hs.LEAVING, hs.RESET})
 """Refusals after which there is nothing more to reach."""
+_OTHER_SECRET: Final = "somebody with another secret"
+"""By this name in the log, which other strangers before it do not keep it out of."""
 
 
 class Greetings(Dialling):
@@ -116,10 +118,14 @@ class Greetings(Dialling):
                     self._unproven(conn, greeter)
                 else:
                     self._accept(conn, greeter, greeting)
+            elif kind == wire.REFUSED and greeter.greeted:
+                shake.check_distrust(raw)
+                self._unproven(conn, greeter, "it says that its secret is another")
             else:
                 raise Malformed(f"handshake frame {kind} out of place")
         elif kind == wire.CHALLENGE and not greeter.greeted:
             if not shake.check_challenge(raw):
+                conn.try_send(shake.distrust())  # who listens is to learn of it, too
                 self._unproven(conn, greeter)
                 return
             greeter.greeted = True
@@ -148,15 +154,18 @@ class Greetings(Dialling):
         if not conn.try_send(frame):
             self._fail(conn, greeter, "cannot send the handshake")
 
-    def _unproven(self, conn: Conn, greeter: Greeter) -> None:
+    def _unproven(
+        self,
+        conn: Conn,
+        greeter: Greeter,
+        why: str = "it does not know the group's secret",
+    ) -> None:
         self._mesh.stats.unauthenticated += 1
-        self._mesh.reader.complain(
-            "", conn.address, "it does not know the group's secret"
-        )
+        self._mesh.reader.complain(_OTHER_SECRET, conn.address, why)
         if greeter.dial is None:
             self._refuse(conn, greeter, hs.SECRET, "the secrets of the members differ")
             return
-        reason = f"{conn.address}: it does not know the group's secret"
+        reason = f"{conn.address}: {why}"
         if greeter.dial.returning:
             self._fail(conn, greeter, reason)
         else:

@@ -1,7 +1,8 @@
 """How two members greet each other on a new connection, before any session.
 
 The dialler sends HELLO, the listener answers CHALLENGE with its proof of the secret,
-the dialler sends GREETING with its own proof, the listener WELCOME or REFUSED. Nothing
+the dialler sends GREETING with its own proof, the listener WELCOME or REFUSED; where
+the listener's proof is wrong the dialler sends REFUSED in place of GREETING. Nothing
 but fixed-size fields is looked at before the peer has proven that it knows the secret:
 each proof is an HMAC-SHA256 (RFC 2104) under the secret over both fresh nonces, the
 frame's kind and the frame's content, so neither side's proof can be played back.
@@ -160,6 +161,18 @@ class Handshake:
         proof = raw[start + NONCE_BYTES :]
         self.proven = hmac.compare_digest(proof, self._proof(wire.CHALLENGE, b""))
         return self.proven
+
+    @staticmethod
+    def distrust() -> bytes:
+        """The dialler's answer to a CHALLENGE whose proof does not hold.
+
+        It has no proof itself: whoever listens there could guess the secret by it.
+        """
+        return _prefix(wire.REFUSED)
+
+    def check_distrust(self, raw: bytes) -> None:
+        """Take the dialler's answer that the listener's proof does not hold."""
+        self._check(raw, wire.REFUSED, 0)
 
     @staticmethod
     def _check(raw: bytes, kind: int, nbytes: int) -> None:
