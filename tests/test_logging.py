@@ -6,7 +6,8 @@ import _thread
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import mq
 from mq import log
 from mq.log import Log
 from mq.mesh import waiting
+from mq.testing import worker
 
 SECONDS = 60.0
 
@@ -291,8 +293,18 @@ def test_what_a_handler_forks_tells_only_what_it_says_itself() -> None:
     assert said == ["parent 0", "child of its own", "parent 1", "parent 2"]
 
 
-def test_once_all_was_told_no_thread_is_left(library: logging.Logger) -> None:
-    """As after `close`: who looks for leaks finds none, not for a moment."""
+def _end_of_a_member_that_never_was() -> None:
+    worker.close(SimpleNamespace(queue=None), 0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", [log.flush, _end_of_a_member_that_never_was])
+def test_once_all_was_told_no_thread_is_left(
+    library: logging.Logger, end: Callable[[], None]
+) -> None:
+    """As after `close`: who looks for leaks finds none, not for a moment.
+
+    Nor does the harness, where the `connect` of a case has failed.
+    """
     told: list[logging.LogRecord] = []
     library.addHandler(handler := logging.Handler())
     handler.emit = told.append  # type: ignore[method-assign]
@@ -302,7 +314,7 @@ def test_once_all_was_told_no_thread_is_left(library: logging.Logger) -> None:
         for number in range(1000):
             for _ in range(number % 3):
                 Log("mq.tried").info("said")
-            log.flush()
+            end()
             threads = [thread.name for thread in threading.enumerate()]
             assert "mq-log" not in threads, f"after {number} times"
     finally:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from mq import registry
+from mq import log, registry
 from mq.errors import Closed
 from mq.mesh.poller import Poller
 
@@ -248,6 +248,7 @@ def run(worker: Worker, function: Callable[..., Any], *args: Any, **kw: Any) -> 
 def close(worker: Worker, linger: float) -> list[str]:
     """Close the queue, if there is one; in words, which of its connections broke."""
     if worker.queue is None:
+        log.flush()  # of a `connect` that failed; else `close` does
         return []
     found = breaks(worker.queue)
     worker.queue.close(linger=linger)
