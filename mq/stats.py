@@ -82,7 +82,8 @@ class MeshStats:
 
     Attributes:
         malformed: Frames dropped because they were not of the protocol, any peer; and
-            connections that ended before they had begun.
+            connections that ended before they had begun, as those of port scanners do,
+            and after an outage or a stall those that members dialled in vain.
         unauthenticated: Connections whose peer did not prove the secret, or says that
             its own is another.
         refused: Connections refused for another reason, or that never greeted.
