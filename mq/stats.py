@@ -48,7 +48,7 @@ class TopicStats:
 
 @dataclass(slots=True)
 class PeerStats:
-    """Counters of one peer.
+    """Counters of one session with a peer; in the next they begin anew.
 
     Attributes:
         sent_bytes, received_bytes: Bytes of frames, heads and bodies.
