@@ -63,6 +63,20 @@ def test_a_link_keeps_its_promises(
     promise(make)
 
 
+class _OneAtATime(InprocLink):
+    """Takes no message before the one ahead of it is received, as a link may."""
+
+    max_ahead = 1
+
+
+@pytest.mark.parametrize("promise", links.PROMISES.values(), ids=links.PROMISES)
+def test_no_promise_wants_room_for_more_than_a_message(
+    promise: Callable[[MakeLink], None],
+) -> None:
+    """`try_send` may answer that there is none now, however little is on its way."""
+    promise(_OneAtATime)
+
+
 def test_room_made_while_an_inproc_end_reports_is_not_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
