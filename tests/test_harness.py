@@ -327,6 +327,8 @@ def test_proxy_stands_in_for_sockets_that_it_can_be_before(tmp_path: Path) -> No
         assert another(f"x://{file}", free) == f"x://{free}"
     assert another("x://[::1]:7", free) == "x://127.0.0.1:0"
     assert another("x:///no/such/file", free) is None
+    os.mkfifo(tmp_path / "pipe")
+    assert another(f"x://{tmp_path}/pipe", free) is None
     assert another("x://name", free) is None
 
 

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 _PIECE = 64 * 1024
@@ -47,7 +48,7 @@ def another(address: str, path: str) -> str | None:
     if port:
         return f"{scheme}://127.0.0.1:0"
     # A name with slashes, of whatever kind, is not yet that of a socket file.
-    return f"{scheme}://{path}" if os.path.exists(host) else None
+    return f"{scheme}://{path}" if Path(host).is_socket() else None
 
 
 class _Side:
