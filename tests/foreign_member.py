@@ -25,7 +25,8 @@ from foreign_wires import SECONDS, Shm, Stream, Wire
 
 LAST = 2  # a flag
 DATA, CHUNK, SUBSCRIBE, SUBSCRIBED = 10, 11, 12, 13
-CREDIT, RELEASE, BYE, WAITING, LENT, RECEIVED = 15, 16, 17, 19, 20, 30
+CREDIT, RELEASE, BYE, ACCEPTS = 15, 16, 17, 18
+WAITING, LENT, RECEIVED = 19, 20, 30
 HEADER = struct.Struct("<BBHQQ")
 PREFIX = struct.Struct("<B6sH")
 encode = msgspec.msgpack.encode

@@ -7,6 +7,7 @@ import inspect
 import json
 import multiprocessing
 import struct
+from collections import deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -132,6 +133,39 @@ def test_a_subscriber_written_from_the_page(
     with publisher(backend, "g", options) as pipe:
         (address,) = hear(pipe)
         check(subscribe(backend, address, "g", b""), pipe)
+
+
+def test_who_has_given_a_session_up_begins_another() -> None:
+    """The listener, which still has it, ends it once there is something in the new one.
+
+    Of the first, the list without subscriptions has no answer.
+    """
+    hello = foreign_member.greeting("g", "foreigner", "tcp")
+    with publisher("tcp", "g", {"listen": "tcp://127.0.0.1:0"}) as pipe:
+        (address,) = hear(pipe)
+        first = Session(foreign_wires.Stream(address), hello, b"")
+        with contextlib.closing(first.wire):
+            first.send(foreign_member.SUBSCRIBE, [], flags=foreign_member.LAST)
+            kinds = _heard(first)
+            second = Session(foreign_wires.Stream(address), hello, b"")
+            assert second.peer["session"] != first.peer["session"]
+            first.send(foreign_member.ACCEPTS, [])
+            kinds |= _heard(first)
+            assert kinds <= {foreign_member.SUBSCRIBE, foreign_member.RECEIVED}
+            second.answer()
+            with pytest.raises(AssertionError, match="the stream ended"):
+                deque(first.frames(), 0)
+        check(second, pipe)
+
+
+def _heard(session: Session) -> set[int]:
+    """Kinds of the frames that come until all that was sent is received."""
+    kinds = set()
+    for kind, *_ in session.frames():
+        kinds.add(kind)
+        if session.acknowledged == session.sent:
+            break
+    return kinds
 
 
 def test_a_wrong_secret_is_noticed_by_both_sides(tmp_path: Path) -> None:
