@@ -197,6 +197,7 @@ def join(
         with told(sources["listen"], *settings.listen):
             check_listen(settings, link, secret)
             addresses = link.open(poller, settings.listen, directory)
+        check_addresses(link, addresses)
         config = _config(settings, codec, secret, addresses)
         config.dial_back = meeting is not None
         mesh = Mesh(config, [link], take=pool.take, clock=time.monotonic)
@@ -277,6 +278,17 @@ def check_patches() -> None:
                     f"wait: leave out {', '.join(patches.values())} when it patches, "
                     f"and call the queue in {pool}"
                 )
+
+
+def check_addresses(link: Link, addresses: object) -> None:
+    """Raises: TypeError, if a link returned something else when it was opened."""
+    if not isinstance(addresses, list) or not all(
+        isinstance(a, str) for a in addresses
+    ):
+        raise TypeError(
+            f"{type(link).__name__}.open returned {addresses!r}, which is no list of "
+            "addresses, each a str"
+        )
 
 
 def check_listen(settings: Settings, link: Link, secret: bytes) -> None:

@@ -173,6 +173,11 @@ def _load(name: str) -> tuple[type[Link], Entry]:
 
 
 def _import(name: str, target: str, entry: Entry) -> Any:
+    if not _TARGET.fullmatch(target):
+        raise TransportUnavailable(
+            f"transport {name!r}: its entry point {target!r} is not of the form "
+            "'package.module:Class'"
+        )
     module_name, _, class_name = target.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -171,6 +171,17 @@ def test_a_plugin_without_its_module_is_to_be_installed_anew(
         registry.load("broken")
 
 
+@pytest.mark.parametrize("point", ["mq_broken", "mq_broken:", "mq_broken:a.Link"])
+def test_a_plugin_that_names_no_class_is_told_how(
+    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that its module lacks one without a name."""
+    install(tmp_path, monkeypatch, f"broken = {point}", "from mq.auto import AutoLink")
+
+    with pytest.raises(TransportUnavailable, match=f"'{point}' is not of the form 'pa"):
+        registry.load("broken")
+
+
 @pytest.mark.parametrize("name", ["zmq", "cuda"])
 def test_a_plugin_named_like_a_transport_of_this_package_is_told_of(
     name: str,
