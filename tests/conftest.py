@@ -26,6 +26,7 @@ from world import INLINE_BYTES
 
 from mq import log, speed
 from mq.errors import TransportUnavailable
+from mq.mesh import faults
 from mq.testing import worker
 
 __all__ = ["pytest_configure", "pytest_runtest_makereport"]  # hooks
@@ -133,6 +134,15 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"the test left {', '.join(sorted(left))}")
         threading.Event().wait(0.02)  # the end of an engine's thread tells nobody
+
+
+@pytest.fixture(autouse=True)
+def _no_link_fails() -> Iterator[None]:
+    """What a link raises stays in the mesh, though it says that it was misused."""
+    yield
+    failed = [f"{call}: {error.__name__}" for call, error in faults.told]
+    faults.told.clear()
+    assert not failed, f"{', '.join(failed)}; the log has more"
 
 
 class _Told:

@@ -2,13 +2,236 @@
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from scripted import ScriptedConn, ScriptedLink
+from world import World
 
 import mq
 from mq import registry
+from mq.errors import MessagesLost
+from mq.mesh import faults, wire
+from mq.mesh.reader import MALFORMED_LIMIT
+from mq.transport import What
 from transports.inproc import InprocLink
+
+pytestmark = pytest.mark.usefixtures("small_messages")
+LARGE = bytes(range(200)) * 5
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Of which faults the log has told, each with its traceback."""
+
+    def told() -> list[str]:
+        records = [r for r in caplog.records if r.name == faults.__name__]
+        assert all(r.levelno == logging.ERROR and r.exc_info for r in records)
+        return [r.getMessage() for r in records]
+
+    yield told
+    faults.told.clear()
+
+
+def fail(
+    patch: pytest.MonkeyPatch,
+    call: str,
+    times: float = 1e9,
+    when: Callable[..., bool] = lambda *arguments: True,
+) -> list[object]:
+    """Have a call of scripted connections raise, so often; what it was called with."""
+    usual = getattr(ScriptedConn, call)
+    failed: list[object] = []
+
+    def faulty(conn: ScriptedConn, *arguments: Any) -> Any:
+        if len(failed) < times and when(conn, *arguments):
+            failed.append(arguments)
+            raise ZeroDivisionError("by a fault of the link")
+        return usual(conn, *arguments)
+
+    faulty.__qualname__ = f"ScriptedConn.{call}"
+    patch.setattr(ScriptedConn, call, faulty)
+    return failed
+
+
+def subscribed(*names: str, **options: Any) -> World:
+    """Members of which b is subscribed to "t"."""
+    world = World(*names, **options)
+    world["b"].subscribe("t")
+    world.settle()
+    return world
+
+
+@pytest.mark.parametrize("call", ["receive", "receive_body", "take_body"])
+def test_a_call_to_receive_that_raises_costs_a_connection(
+    call: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """That one only, whose session is resumed; the log has the traceback once."""
+    world = subscribed("a", "b", "c", wholes="abc" if call == "take_body" else "")
+    b = world["b"]
+    failed = fail(
+        monkeypatch, call, MALFORMED_LIMIT - 1, lambda conn, *_: conn.link is b.link
+    )
+    assert world["a"].publish("t", LARGE)
+    world.advance(2.0)
+
+    assert len(failed) == MALFORMED_LIMIT - 1
+    assert b.payloads() == [LARGE]
+    assert b.session(world["c"]).stats.connections == 1
+    assert b.mesh.stats.forgotten == 0
+    (text,) = said()
+    assert f"ScriptedConn.{call} failed: ZeroDivisionError: by a fault" in text
+
+
+def none(conn: ScriptedConn, into: memoryview) -> None:
+    """A `receive_body` that forgets to say that it is done."""
+    into[:] = conn._body  # type: ignore[assignment, call-overload]
+
+
+@pytest.mark.parametrize("fault", ["raises", "answers None"])
+def test_a_message_that_is_never_taken_ends_the_session(
+    fault: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """After a few tries, and not for ever; the next session tells what is lost."""
+    world = subscribed("a", "b")
+    with monkeypatch.context() as patch:
+        if fault == "raises":
+            fail(patch, "receive_body")
+        else:
+            patch.setattr(ScriptedConn, "receive_body", none)
+        assert world["a"].publish("t", LARGE)
+        world.advance(5.0)
+    assert world["b"].mesh.stats.forgotten == 1
+    assert world["a"].publish("t", LARGE)
+    world.settle()
+
+    lost, got = world["b"].recv_all()
+    assert isinstance(lost, MessagesLost)
+    assert lost.count == 1
+    assert not isinstance(got, MessagesLost)
+    assert got.payload == LARGE
+    (text,) = said()
+    assert ("None, which is neither True nor False" in text) == (fault != "raises")
+
+
+@pytest.mark.parametrize("times", [MALFORMED_LIMIT - 1, MALFORMED_LIMIT])
+def test_a_try_send_that_raises_costs_its_connection_in_the_end_its_session(
+    times: int, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """The call that publishes has done its part, and others get the message."""
+    world = subscribed("a", "b", "c")
+    a, b, c = (world[name] for name in "abc")
+    c.subscribe("t")
+    world.settle()
+    peer = a.session(b)
+
+    def to_b(conn: ScriptedConn, head: bytes, body: object = None) -> bool:
+        return bool(body) and a.mesh.conns.get(conn) is peer
+
+    failed = fail(monkeypatch, "try_send", times, to_b)
+    assert a.publish("t", LARGE)
+    assert isinstance(peer.conn, ScriptedConn)
+    a.link.report(What.WRITABLE, peer.conn)
+    world.pump()
+    assert len(failed) == 1  # nothing more is sent there
+    world.advance(5.0)
+
+    assert len(failed) == times
+    assert c.payloads() == [LARGE]
+    assert a.session(c).stats.connections == 1
+    assert a.mesh.stats.forgotten == (times == MALFORMED_LIMIT)
+    assert peer.alive == (times < MALFORMED_LIMIT)
+    if peer.alive:
+        assert b.payloads() == [LARGE]
+    assert len(said()) == 1
+
+
+def test_a_sign_of_life_that_raises_costs_a_connection(
+    monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """It is sent when nothing else is."""
+    world = subscribed("a", "b")
+    failed = fail(
+        monkeypatch, "try_send", 1, lambda conn, head: head[0] == wire.RECEIVED
+    )
+    world.advance(10.0)
+
+    assert len(failed) == 1
+    assert world["a"].session(world["b"]).stats.connections == 2
+    assert len(said()) == 1
+
+
+@pytest.mark.parametrize("call", ["try_send", "receive"])
+def test_a_handshake_that_raises_refuses_the_dial(
+    call: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """At once, and with what was raised; the others' sessions go on."""
+    world = subscribed("a", "b")
+    x = world.add("x")
+    fail(monkeypatch, call, when=lambda conn, *_: conn.link is x.link)
+    dial = x.dial(world["a"])
+    world.settle()
+
+    assert dial.done
+    assert dial.refusal
+    assert f"ScriptedConn.{call} failed: ZeroDivisionError" in dial.error
+    assert world["a"].session(world["b"]).stats.connections == 1
+    assert len(said()) == 1
+
+
+@pytest.mark.parametrize("fault", ["raises", "returns None"])
+def test_a_dial_that_fails_in_another_way_than_it_may_is_told_at_once(
+    fault: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """One that resumes a session is repeated as ever."""
+    world = subscribed("a", "b")
+    x = world.add("x")
+
+    def dial(link: ScriptedLink, address: str) -> Any:
+        if fault == "raises":
+            raise ZeroDivisionError("by a fault of the link")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ScriptedLink, "dial", dial)
+        first = x.dial(world["a"])
+        world.cut("a", "b")
+        world.advance(2.0)
+        assert first.done
+        assert first.refusal
+        word = "ZeroDivisionError" if fault == "raises" else "None, which is no Conn"
+        assert word in first.error
+    world.advance(1.0)
+
+    assert world["a"].session(world["b"]).stats.connections == 2
+    (text,) = said()
+    assert word in text
+
+
+def test_what_may_be_of_a_signals_handler_goes_to_who_calls(
+    monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """A time-out of the application's, say. In other threads there are no handlers."""
+    world = subscribed("a", "b")
+    fail(monkeypatch, "receive_body")
+    assert world["a"].publish("t", LARGE)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            world.settle()
+        world["b"].mesh.recover()
+        thread = threading.Thread(target=world.advance, args=(5.0,))
+        assert not said()
+        thread.start()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+    assert world["b"].mesh.stats.forgotten == 1
+    assert len(said()) == 1
 
 
 @pytest.mark.parametrize("answer", [None, "inproc://here", [1]])

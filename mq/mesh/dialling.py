@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from mq.descriptors import most_open
 from mq.log import Log
+from mq.mesh import handshake as hs
 from mq.mesh.dial import (
     LONGEST_PACE,
     MAX_BESIDE,
@@ -15,12 +16,14 @@ from mq.mesh.dial import (
     Dial,
     Greeter,
 )
+from mq.mesh.faults import fault
+from mq.transport import Conn
 
 if TYPE_CHECKING:
     from mq.mesh.handshake import Greeting
     from mq.mesh.mesh import Mesh
     from mq.mesh.session import Session
-    from mq.transport import Conn, Link
+    from mq.transport import Link
 
 logger = Log(__name__)
 
@@ -109,8 +112,16 @@ class Dialling:
         link, address = dial.next_route(now)
         try:
             conn = link.dial(address)
+            if not isinstance(conn, Conn):
+                raise TypeError(f"it returned {conn!r}, which is no Conn")
         except (OSError, ValueError) as error:
             dial.failed(f"{address}: {error}", now)
+            return
+        except Exception as error:
+            dial.failed(f"{address}: {error}", now)  # first, as the next line may raise
+            reason = f"{address}: {fault(link.dial, error)}"
+            if not dial.returning:
+                self._refuse_dial(dial, hs.LINK, reason)
             return
         greeter = Greeter(self._mesh.config.secret, dial, dial.deadline(now))
         self._greeters[conn] = greeter
@@ -123,6 +134,12 @@ class Dialling:
         dial.conn = None
         for conn in [c for c, g in self._greeters.items() if g.dial is dial]:
             self._close(conn)
+
+    def _refuse_dial(self, dial: Dial, code: str, reason: str) -> None:
+        dial.refusal = code
+        dial.error = reason
+        self.cancel(dial)
+        self._mesh.changed += 1
 
     def cancel_redial(self, session: Session) -> None:
         """The session is gone: what an attempt under way may resume must not begin."""

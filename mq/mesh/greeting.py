@@ -11,6 +11,7 @@ from mq.mesh import wire
 from mq.mesh.admission import claim, crowded, objection
 from mq.mesh.dial import MAX_GREETERS, Dial, Granted, Greeter
 from mq.mesh.dialling import Dialling
+from mq.mesh.faults import LinkFault, asked, is_true
 from mq.mesh.handshake import Greeting, Refusal
 from mq.mesh.reader import Message
 from mq.mesh.wire import Malformed
@@ -52,17 +53,20 @@ class Greetings(Dialling):
         if greeter is None:
             conn.close()
             return
-        if event.what is What.OPENED:
-            self._send(conn, greeter, greeter.handshake.hello())
-        elif event.what is What.LOST:
-            reason = event.reason or "connection lost"
-            dial = greeter.dial
-            if event.refused and dial is not None and not dial.returning:
-                self._refuse_dial(dial, hs.LINK, reason)
-            else:
-                self._fail(conn, greeter, reason)
-        elif event.what is What.READABLE:
-            self._read(conn, greeter)
+        try:
+            if event.what is What.OPENED:
+                self._send(conn, greeter, greeter.handshake.hello())
+            elif event.what is What.LOST:
+                reason = event.reason or "connection lost"
+                dial = greeter.dial
+                if event.refused and dial is not None and not dial.returning:
+                    self._refuse_dial(dial, hs.LINK, reason)
+                else:
+                    self._fail(conn, greeter, reason)
+            elif event.what is What.READABLE:
+                self._read(conn, greeter)
+        except LinkFault as error:
+            self.handle(Event(What.LOST, conn, str(error), refused=True))
 
     def _make_room(self, newest: Conn) -> None:
         """Close the oldest connection that has not greeted, if there are many."""
@@ -77,7 +81,7 @@ class Greetings(Dialling):
             self._close(strangers[0])
 
     def _read(self, conn: Conn, greeter: Greeter) -> None:
-        message = conn.receive()
+        message = asked(conn.receive)
         if message is None:
             return
         head, nbody = message
@@ -86,7 +90,7 @@ class Greetings(Dialling):
             return
         if greeter.refused:
             if nbody:
-                conn.discard_body()
+                asked(conn.discard_body)
             return
         try:
             if nbody or len(head) > hs.MAX_GREETING_BYTES + 256:
@@ -151,7 +155,7 @@ class Greetings(Dialling):
             raise Malformed(f"handshake frame {kind} out of place")
 
     def _send(self, conn: Conn, greeter: Greeter, frame: bytes) -> None:
-        if not conn.try_send(frame):
+        if not is_true(conn.try_send, frame):
             self._fail(conn, greeter, "cannot send the handshake")
 
     def _unproven(
@@ -359,12 +363,6 @@ class Greetings(Dialling):
                 mesh.forget(dial.session, refusal.text[:500], proven=True)
         else:
             self._fail(conn, greeter, reason)
-
-    def _refuse_dial(self, dial: Dial, code: str, reason: str) -> None:
-        dial.refusal = code
-        dial.error = reason
-        self.cancel(dial)
-        self._mesh.changed += 1
 
     # -- time ----------
 

@@ -204,7 +204,7 @@ class Mesh:
         elif event.what is What.READABLE:
             self.reader.read(session, conn)
         elif event.what is What.WRITABLE:
-            session.blocked = False
+            session.blocked = session.fault is not None
             self.changed += 1
         elif event.what is What.LOST:
             self.disconnect(session, event.reason or "connection lost")

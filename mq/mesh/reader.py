@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from mq.log import Log
 from mq.mesh import wire
+from mq.mesh.faults import LinkFault, asked, fault, is_true
 from mq.mesh.session import (
     ANSWER_FRAMES,
     ANSWER_SECONDS,
@@ -33,7 +34,8 @@ LONG_CONTROL_BYTES: Final = 1024
 """A control frame with more is the last of a turn: thousands of entries take longer to
 carry out than a message of their size, of which a turn has many."""
 MALFORMED_LIMIT: Final = 3
-"""Times the same frame may be malformed before the session is given up."""
+"""Times the same frame may be malformed, or not be taken from the link or handed to it,
+before the session is given up."""
 MOST_COMPLAINTS: Final = 1024
 """Peers whose first offence is logged: one may come under any number of names."""
 _CONTROL_KINDS: Final = frozenset(
@@ -94,7 +96,10 @@ class Reader:
                 if stats.received_bytes >= enough:
                     self.had_its_fill = True
                     break
-                message = first or conn.receive()
+                try:
+                    message = first or conn.receive()
+                except Exception as error:
+                    raise fault(conn.receive, error) from error
                 if message is None:
                     return
                 first = None
@@ -111,6 +116,9 @@ class Reader:
             return
         except MemoryError as error:
             starved(self._mesh, session, str(error) or NO_MEMORY, sending=False)
+            return
+        except LinkFault as error:
+            self.faulty(session, error, session.received)
             return
         self.stopped_early = True
 
@@ -146,7 +154,7 @@ class Reader:
         if number <= session.received:
             stats.duplicate_frames += 1
             if nbody:
-                conn.discard_body()
+                asked(conn.discard_body)
             session.answer_at = now
             return
         if number != session.received + 1:
@@ -219,13 +227,13 @@ class Reader:
         body = None
         is_all = chunk.total and not (chunk.offset or chunk.part)
         if is_all and nbody == chunk.total + conn.lead:
-            body = conn.take_body()
+            body = asked(conn.take_body)
             if body is not None:
                 nbody, body = chunk.total, body[conn.lead :]
         place = self._subscriber.place(session, chunk, nbody, sizes, body)
         if place is None:
             if nbody and body is None:
-                conn.discard_body()
+                asked(conn.discard_body)
             self._received(session, number, flags, now)
         elif body is not None:
             self._placed(session, chunk, nbody, flags, number, now)
@@ -251,16 +259,16 @@ class Reader:
         place = wire.parse_piece(head)
         chunk = place.chunk
         if self._subscriber.place(session, chunk, 0, place.sizes) is None:
-            conn.discard_body()
+            asked(conn.discard_body)
             self._received(session, number, flags, now)
             return
-        self._subscriber.land(session, place, conn.take_piece())
+        self._subscriber.land(session, place, asked(conn.take_piece))
         self._placed(session, chunk, 0, flags, number, now)
 
     def _finish_body(self, session: Session, conn: Conn, now: float) -> bool:
         assert session.partial is not None
         chunk, flags, number, place = session.partial
-        if not conn.receive_body(place):
+        if not is_true(conn.receive_body, place):
             return False
         session.partial = None
         self._placed(session, chunk, len(place), flags, number, now)
@@ -328,13 +336,29 @@ class Reader:
         mesh.stats.malformed += 1
         session.stats.malformed += 1
         self.complain(session.name, session.wire, error)
-        number, times = session.malformed_at
-        times = times + 1 if number == session.received else 1
-        session.malformed_at = (session.received, times)
-        if times >= MALFORMED_LIMIT:
+        if self._is_hopeless(session, session.received):
             mesh.forget(session, f"malformed frames: {error}")
         else:
             mesh.disconnect(session, f"malformed frame: {error}")
+
+    def faulty(self, session: Session, error: LinkFault, at: int) -> None:
+        """The link has failed: drop the connection, in the end the session.
+
+        Args:
+            at: The last frame received before the one that could not be; of those to be
+                sent the first that the peer lacks, negative.
+        """
+        if self._is_hopeless(session, at):
+            self._mesh.forget(session, f"{error}, again and again")
+        else:
+            self._mesh.disconnect(session, str(error))
+
+    def _is_hopeless(self, session: Session, at: int) -> bool:
+        """Whether it is the third time in the same place."""
+        number, times = session.broken_at
+        times = times + 1 if number == at else 1
+        session.broken_at = (at, times)
+        return times >= MALFORMED_LIMIT
 
     def complain(self, who: str, address: str, error: object) -> None:
         """Log what a peer did wrong, once per peer."""

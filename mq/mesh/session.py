@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.mesh import wire
 from mq.mesh.backlog import Backlog
+from mq.mesh.faults import LinkFault, fault
 from mq.mesh.feed import Feed
 from mq.mesh.frame import Frame
 from mq.mesh.handshake import Greeting
@@ -63,8 +64,9 @@ class Session(Backlog):
         introduced: Whether the peer has told all its subscriptions.
         left: Whether it has said that it leaves, and so wants nothing more.
         partial: The chunk whose body is arriving: head, flags, frame number, view.
-        malformed_at: The last frame received before a malformed one, and how often that
-            came.
+        broken_at: The last frame received before a malformed one, or as `Reader.faulty`
+            has it, and how often a connection was broken there.
+        fault: What the link has raised in a call to send, on this connection.
         starved_at: Of receiving, the last frame received before one for which there was
             no memory; of sending, the first that the peer lacks; and since when.
         rests_until: Until then it is not resumed, for want of memory.
@@ -104,7 +106,8 @@ class Session(Backlog):
         self.unanswered = 0
         self.answer_at: float | None = None
         self.had_its_fill = False
-        self.malformed_at = (-1, 0)
+        self.broken_at = (-1, 0)
+        self.fault: LinkFault | None = None
         self.starved_at = [(-1, 0.0), (-1, 0.0)]
         self.rests_until = 0.0
         self.peer_waits = False
@@ -169,6 +172,7 @@ class Session(Backlog):
         if conn is not None:
             conn.let_go()  # it may go on sending while it closes
         self.partial = None
+        self.fault = None
         self.blocked = False
         self.conn = None
         return conn
@@ -293,32 +297,36 @@ class Session(Backlog):
         ) + b"".join(frame.parts)
         body: memoryview | Piece | None = None
         self.sending = True
-        if frame.large is None:
-            accepted = conn.try_send(head)
-        elif frame.kind == wire.LENT:
-            assert frame.large.block is not None
-            assert frame.completes is not None
-            feed, sequence = frame.completes[0]
-            self.lent[feed.subscription, sequence] = frame.large.block
-            segment = frame.large.block.segment
-            accepted = conn.lend(segment) and conn.try_send(head)
-        else:
-            chunk = frame.large.chunks[frame.chunk]
-            assert chunk is not None  # kept until this frame is received
-            if conn.keeps_body:
-                chunk.own(self._take)
-            if chunk.piece is None:
-                body = chunk.view
-                if frame.part is not None:
-                    assert body is not None
-                    begin, end = frame.part
-                    body = body[chunk.lead + begin : chunk.lead + end]
-                elif chunk.lead != conn.lead and body is not None:
-                    body = body[chunk.lead :]  # cut for another connection's link
-                accepted = conn.try_send(head, body)
+        try:
+            if frame.large is None:
+                accepted = conn.try_send(head)
+            elif frame.kind == wire.LENT:
+                assert frame.large.block is not None
+                assert frame.completes is not None
+                feed, sequence = frame.completes[0]
+                self.lent[feed.subscription, sequence] = frame.large.block
+                segment = frame.large.block.segment
+                accepted = conn.lend(segment) and conn.try_send(head)
             else:
-                body = chunk.piece
-                accepted = conn.try_send_piece(head, body)
+                chunk = frame.large.chunks[frame.chunk]
+                assert chunk is not None  # kept until this frame is received
+                if conn.keeps_body:
+                    chunk.own(self._take)
+                if chunk.piece is None:
+                    body = chunk.view
+                    if frame.part is not None:
+                        assert body is not None
+                        begin, end = frame.part
+                        body = body[chunk.lead + begin : chunk.lead + end]
+                    elif chunk.lead != conn.lead and body is not None:
+                        body = body[chunk.lead :]  # cut for another connection's link
+                    accepted = conn.try_send(head, body)
+                else:
+                    body = chunk.piece
+                    accepted = conn.try_send_piece(head, body)
+        except Exception as error:
+            self.fault = fault(conn.try_send, error)
+            accepted = False
         self.sending = False
         if not accepted:
             return False
@@ -349,7 +357,11 @@ class Session(Backlog):
             return
         head = wire.HEADER.pack(wire.RECEIVED, 0, 0, 0, self.received)
         self.sending = True
-        accepted = self.conn.try_send(head)
+        try:
+            accepted = self.conn.try_send(head)
+        except Exception as error:
+            self.fault = fault(self.conn.try_send, error)
+            accepted = False
         self.sending = False
         if accepted:
             self._sent_something(now)
