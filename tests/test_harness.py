@@ -32,6 +32,7 @@ from mq.testing import (
 )
 from mq.testing.programs import pattern, peer_stats
 from mq.testing.proxy import another
+from mq.testing.suite import faults
 from mq.testing.waiting import current_frames, wait_until
 from mq.transport import Capabilities
 from transports.tcp import TcpLink
@@ -329,6 +330,7 @@ def test_proxy_stands_in_for_sockets_that_it_can_be_before(tmp_path: Path) -> No
     assert another("x:///no/such/file", free) is None
     os.mkfifo(tmp_path / "pipe")
     assert another(f"x://{tmp_path}/pipe", free) is None
+    assert faults._sockets_to(f"x://{tmp_path}/pipe") == []
     assert another("x://name", free) is None
 
 

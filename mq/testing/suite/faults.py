@@ -8,6 +8,7 @@ import os
 import random
 import socket
 from functools import partial
+from pathlib import Path
 
 import mq
 from mq.mesh import wire
@@ -224,7 +225,7 @@ def _sockets_to(address: str) -> list[socket.socket]:
     host, _, port = rest.rpartition(":")
     if port.isdecimal() and host:
         return [socket.create_connection((host.strip("[]"), int(port)), STEP)]
-    if not os.path.exists(rest):  # a name of another kind
+    if not Path(rest).is_socket():  # a name of another kind
         return []
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(STEP)
