@@ -137,12 +137,12 @@ class Subscription:
         turns += [short for short in self._short if short is not source]
         given = []
         for turn in turns:
-            if turn is not source and max(free) <= 0:
-                break
-            left = self._give(turn, shares[turn.active], *free)
-            if left is not None:
-                given.append(turn)
-                free = left
+            if turn is source or max(free) > 0:
+                left = self._give(turn, shares[turn.active], *free)
+                if left is not None:
+                    given.append(turn)
+                    free = left
+            # Also without having been given any: it may be enough of a smaller share.
             if turn.active and self._lacks(turn, shares[True]):
                 self._short[turn] = None
             else:
@@ -218,7 +218,12 @@ class Subscription:
         )
 
     def _ask(self, shares: tuple[Share, Share]) -> list[Source]:
-        """Publishers with much more than their share that they leave unused."""
+        """Publishers with more than their share that they leave unused.
+
+        However little more: where one joins many, each has little that is its. They are
+        asked once for each time that the shares become smaller, as nobody is given more
+        than its share.
+        """
         asked = []
         for other in self.sources.values():
             if other.asked is not None or not other.confirmed or other in self._short:
@@ -229,10 +234,7 @@ class Subscription:
             _, arrived, arrived_bytes = other.arrivals[0]
             used = max(messages, arrived, other.used_messages)
             used_bytes = max(nbytes, arrived_bytes, other.used_bytes)
-            if (
-                other.granted_messages - used > share // 4
-                or other.granted_bytes - used_bytes > share_bytes // 4
-            ):
+            if other.granted_messages > used or other.granted_bytes > used_bytes:
                 self._asked += 1
                 other.asked = wire.Reclaim(self.id, self._asked, messages, nbytes)
                 asked.append(other)
