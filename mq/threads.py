@@ -7,6 +7,7 @@ from typing import Final
 
 from mq.errors import TransportUnavailable
 
+_MOST_SECONDS: Final = 10.0
 MORE_THREADS: Final = "raise `ulimit -u`, the container's pids.max, or `ulimit -v`"
 _QUEUE: Final = 3
 """What every queue needs: its own, the log's, and one to wait for a store or a name."""
@@ -27,10 +28,15 @@ def check_threads(who: str, engine: int = 0) -> None:
     begun: list[threading.Thread] = []
     try:
         for _ in range(needed):
-            thread = threading.Thread(target=done.wait, name="mq-trial", daemon=True)
+            # Of an interrupted trial nobody may tell them that it is over.
+            thread = threading.Thread(
+                target=done.wait, args=(_MOST_SECONDS,), name="mq-trial", daemon=True
+            )
             thread.start()
             begun.append(thread)
     except RuntimeError as error:
+        if "shutdown" in str(error):  # which no limit has brought about
+            raise
         raise TransportUnavailable(
             f"{who} needs {needed} threads, and {len(begun)} can be begun ({error}): "
             f"{MORE_THREADS}"

@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -33,7 +34,7 @@ from meeting import (
 
 from mq import paths as place
 from mq.errors import PeerLost, TransportUnavailable
-from mq.rendezvous import Rendezvous
+from mq.rendezvous import Rendezvous, directory
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.record import Cell
 
@@ -453,11 +454,52 @@ def test_who_was_stopped_in_the_middle_of_a_claim_compares_anew(runtime: Path) -
             other.sweep(name, "a" * 16)
             if name == "x":
                 before, token = store.read(name)
+                other.claim(record(name))
+                other.sweep(name, "a" * 16)
             _age(other, 10000.0)
             other.records()
             late = Cell(1 if before is None else before.generation + 1, record(name))
             assert not store.swap(name, token, late)
             assert list(Path(store.path).glob("m-*")) == []
+
+
+def test_of_a_claim_beside_a_release_one_is_done(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sees the other's state, and both would take back their own."""
+    published = {"release": threading.Event(), "claim": threading.Event()}
+    released = threading.Event()
+    publish = directory.publish_file
+
+    def slowly(path: str, name: str, content: bytes) -> bool:
+        done = publish(path, name, content)
+        me = threading.current_thread().name
+        if me in published and not published[me].is_set():
+            published[me].set()
+            waits = published["claim"] if me == "release" else released
+            assert waits.wait(DEADLINE)
+        return done
+
+    with contextlib.closing(meet(None)) as one, contextlib.closing(meet(None)) as two:
+        one.claim(record("x"))
+        monkeypatch.setattr(directory, "publish_file", slowly)
+
+        def release() -> None:
+            one.sweep("x", "a" * 16)
+            released.set()
+
+        thread = threading.Thread(target=release, name="release")
+        thread.start()
+        assert published["release"].wait(DEADLINE)
+        claims: list[Any] = []
+        claimant = threading.Thread(
+            target=lambda: claims.append(two.claim(record("x", "b"))), name="claim"
+        )
+        claimant.start()
+        claimant.join()
+        thread.join()
+        assert claims[0].holder is None
+        assert [r.record.incarnation for r in two.records()] == ["b" * 16]
 
 
 def test_names_that_were_given_back_stay_where_there_is_no_room(

@@ -258,7 +258,8 @@ class DirectoryStore(CellStore[_File]):
             if not publish_file(self.path, mine, text.encode()):
                 return False
             others = [file for file in os.listdir(self.path) if file != mine]
-            if states.current(name, others) != token.name:
+            now = states.current(name, others)
+            if now != token.name and not states.is_below(now, new.generation):
                 self._unlink(mine)  # we compared with a state long gone
                 return False
             for file in others:

@@ -44,3 +44,8 @@ def current(name: str, files: list[str]) -> str | None:
     """Which of these files tells the state of a name."""
     found = newest(files)
     return found.get(hash_of(name), found.get(FREE))
+
+
+def is_below(file: str | None, limit: int) -> bool:
+    """Whether there is a state, and of a lower generation than this one."""
+    return file is not None and generation(file) < limit
