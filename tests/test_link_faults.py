@@ -183,6 +183,29 @@ def test_a_handshake_that_raises_refuses_the_dial(
     assert len(said()) == 1
 
 
+@pytest.mark.parametrize("refuser", ["a", "x"])
+def test_a_refusal_that_raises_costs_its_connection_alone(
+    refuser: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """Of who dials, or of who listens and hears from it that their secrets differ."""
+    world = subscribed("a", "b")
+    world.add("x", secret=b"another")
+    link = world[refuser].link
+    fail(
+        monkeypatch,
+        "try_send",
+        when=lambda conn, head: conn.link is link and head[0] == wire.REFUSED,
+    )
+    dial = world["x"].dial_blindly(world["a"].link.address)
+    world.settle()
+
+    assert dial.refusal
+    assert not world["x"].link.conns
+    assert len(world["a"].link.conns) == 1
+    assert world["a"].session(world["b"]).stats.connections == 1
+    assert len(said()) == 1
+
+
 @pytest.mark.parametrize("fault", ["raises", "returns None"])
 def test_a_dial_that_fails_in_another_way_than_it_may_is_told_at_once(
     fault: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]

@@ -129,7 +129,7 @@ class Greetings(Dialling):
                 raise Malformed(f"handshake frame {kind} out of place")
         elif kind == wire.CHALLENGE and not greeter.greeted:
             if not shake.check_challenge(raw):
-                conn.try_send(shake.distrust())  # who listens is to learn of it, too
+                asked(conn.try_send, shake.distrust())  # for who listens to learn of it
                 self._unproven(conn, greeter)
                 return
             greeter.greeted = True
@@ -270,7 +270,8 @@ class Greetings(Dialling):
     def _refuse(self, conn: Conn, greeter: Greeter, code: str, text: str) -> None:
         if code not in (hs.DUPLICATE, hs.SECRET, hs.SELF, hs.LEAVING, hs.OTHER):
             self._mesh.stats.refused += 1
-        conn.try_send(greeter.handshake.seal(wire.REFUSED, Refusal(code, text)))
+        frame = greeter.handshake.seal(wire.REFUSED, Refusal(code, text))
+        asked(conn.try_send, frame)
         # The dialler closes when it has read this; else the deadline does.
         greeter.refused = True
 
