@@ -14,6 +14,7 @@ import _thread
 import atexit
 import contextlib
 import logging
+import mmap
 import os
 import sys
 import threading
@@ -26,6 +27,8 @@ BEGIN_SECONDS: Final = 1.0
 """After so long a thread that was to begin is taken for interrupted before it could."""
 FLUSH_SECONDS: Final = 1.0
 """For so long `flush` waits for handlers, which may wait for who calls it."""
+_ROOM_BYTES: Final = 4 << 20
+"""What must be free for a thread to begin: more than the 1 MiB that Python maps."""
 
 _Said: TypeAlias = "tuple[str, logging.LogRecord] | _Once"
 
@@ -185,9 +188,11 @@ class _Teller:
                 self._begun.discard(other)
         thread = threading.Thread(target=self._run, name="mq-log", daemon=True)
         try:
+            # Who begins one that dies of want as it begins waits for it for ever.
+            mmap.mmap(-1, _ROOM_BYTES).close()
             thread.start()
             begun.thread = thread
-        except RuntimeError:
+        except (RuntimeError, MemoryError, OSError):
             self._run()
         finally:
             begun.known.set()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import _thread
 import logging
+import resource
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -477,3 +480,37 @@ def test_levels_are_those_of_logging(
     while log._teller._said or log._teller._telling.locked():
         threading.Event().wait(0.001)
     assert {name.lower() for name in told} == wanted
+
+
+_WITHOUT_MEMORY = """
+import logging, os, resource, threading
+from mq import log
+
+by = []
+
+class Handler(logging.Handler):
+    def emit(self, record):
+        by.append(threading.get_ident() in {t.ident for t in threading.enumerate()})
+
+logging.getLogger("mq").addHandler(Handler())
+log.Log("mq.tried").warning("with memory")
+log.flush()  # the stack of its thread is kept for the next one
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 20), resource.RLIM_INFINITY))
+log.Log("mq.tried").warning("without")
+log.flush()
+assert by == [True, False], by
+"""
+
+
+def test_without_memory_no_thread_is_begun_that_might_die_as_it_begins() -> None:
+    """`threading` would list it for good, and who began it wait for it for ever."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        pytest.skip("the address space is limited already")
+    subprocess.run(
+        [sys.executable, "-c", _WITHOUT_MEMORY],
+        check=True,
+        timeout=SECONDS,
+        cwd=Path(__file__).parents[1],
+    )
