@@ -18,7 +18,6 @@ from bench.payloads import Payload
 from bench.peer import Metrics, Peer
 from bench.rows import percentiles
 from bench.wire import Wire
-from mq.stream.sockets import unpace
 
 _SLICE = 1 << 20  # measured best of 0.25 to 8 MiB on loopback
 _SIZE = struct.Struct("<q")
@@ -37,7 +36,6 @@ class SocketWire(Wire):
             socket.AF_INET if peer.cell.transport == "limit:tcp" else socket.AF_UNIX
         )
         self._socket = _joined(peer, family)
-        unpace(self._socket.fileno())
         # Not settimeout(), which puts a poll() before every call.
         limit = struct.pack("@ll", int(quiet), 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -13,7 +13,7 @@ from bench.apps.app import QUICK, name_of
 from bench.apps.report import METHOD as APPS_METHOD
 from bench.apps.report import Source, Taken, joined, texts
 from bench.apps.report import conditions as published_apps
-from bench.rows import PLANNED, Result, read
+from bench.rows import PLANNED, UNPACED, Result, read
 from bench.summary import Run, gather, number, published
 
 DESCRIPTION = """\
@@ -42,6 +42,13 @@ METHOD = (
     "lost: messages that did not arrive, in all rounds together, those of cells that "
     "failed for it included: ours may lose none.",
 )
+
+_PACED = (
+    "TCP is controlled by BBR here, which spaces out what is sent. Connections of ours "
+    "within a host, but for torchrpc's, use Reno; those to other hosts keep BBR. "
+)
+_ALIKE = "The bench sees to it that the bare libraries within this host use Reno, too."
+_BARE = "The bare libraries were left to BBR: /raw over TCP tells of that, too."
 
 
 @dataclass(frozen=True)
@@ -196,8 +203,12 @@ def conditions(found: Found) -> tables.Text:
 
 def method(found: Found) -> list[str]:
     """How it was measured, in sentences."""
-    of_apps = list(APPS_METHOD) if found.apps else []
-    return [*METHOD, *of_apps] if found.run.rows or not found.apps else of_apps
+    said = [*METHOD] if found.run.rows or not found.apps else []
+    if found.run.rows:
+        controls = {facts.get("tcp", "") for facts in found.facts}
+        said += [_PACED + _BARE] if "bbr" in controls else []
+        said += [_PACED + _ALIKE] if UNPACED in controls else []
+    return [*said, *APPS_METHOD] if found.apps else said
 
 
 def remarks(found: Found) -> list[str]:

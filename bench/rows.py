@@ -28,6 +28,9 @@ OTHERS = ("iceoryx2", "ray", "redis", "eclipse-zenoh", "ale-py", "torchrl")
 PLANNED = "planned cells"
 """The fact that says how many cells a run was to have."""
 
+UNPACED = "bbr, within this host reno"
+"""The fact "tcp" where BBR is the system's way, and the bench has all use Reno here."""
+
 _MISSING = "not installed"
 
 
@@ -161,11 +164,12 @@ def _gpus() -> dict[str, str]:
 
 
 def _congestion_control() -> str:
-    """How the system controls the congestion of TCP, on which ``...:tcp`` depends."""
+    """How the congestion of TCP is controlled, on which ``...:tcp`` depends."""
     try:
-        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+        name = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     except OSError:
         return "unknown"
+    return UNPACED if name == "bbr" else name
 
 
 def _cpu_model() -> str:

@@ -13,6 +13,7 @@ from bench.payloads import Payload
 from bench.peer import Metrics, Peer
 from bench.rows import percentiles
 from bench.wire import MqWire, Wire
+from mq.stream.sockets import connected, unpace
 
 _LARGE = 1_000_000  # bytes from which few messages are enough to warm up
 _HUGE = 100_000_000  # bytes from which one is, after the one that is checked
@@ -28,16 +29,35 @@ def open_wire(peer: Peer, quiet: float | None = None) -> Iterator[Wire]:
             what the cell has.
     """
     wait = peer.remaining() / 3 if quiet is None else quiet
+    transport = peer.cell.transport
     wire: Wire
-    if is_baseline(peer.cell.transport):
-        wire = wire_of(peer.cell.transport)(peer, wait)
+    if is_baseline(transport):
+        wire = wire_of(transport)(peer, wait)
     else:
         wire = MqWire(peer, wait)
     try:
+        if is_baseline(transport) and "tcp" in transport.split(":"):
+            _unpace_all(peer, wire)
         yield wire
         peer.meet()
     finally:
         wire.close()
+
+
+def _unpace_all(peer: Peer, wire: Wire) -> None:
+    """Spare a bare library what our own connections within a host are spared.
+
+    Else the ratio would tell of the system's congestion control. Its connections are
+    there once a message has passed each.
+    """
+    if not peer.rank:
+        wire.send(None)
+    for _ in range(1 if peer.rank else peer.spokes):
+        wire.recv()
+    if peer.rank:
+        wire.send(None)
+    for known in connected():
+        unpace(known.fd)
 
 
 def latency(peer: Peer) -> Metrics | None:

@@ -6,6 +6,7 @@ import importlib.util
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -19,10 +20,13 @@ from bench.gpu import Gpu, move
 from bench.peer import Metrics, Peer, Unusable
 from bench.rows import Cell, Result, Usage, percentiles
 from bench.runner import Conversation, run_cell
-from bench.workloads import lossy_silence
+from bench.workloads import lossy_silence, open_wire
 from mq import paths, registry
+from mq.stream import sockets
 
 RAW_ZMQ = ["raw:zmq:ipc", "raw:zmq:tcp"]
+OVER_TCP = ["raw:nng:tcp", "raw:torchrpc:tcp", "raw:zmq:tcp", "raw:zmq:tcp:curve"]
+OVER_TCP += ["raw:nng:tcp:pubsub", "raw:zmq:tcp:pubsub", "limit:tcp"]
 RAW = ["raw:nng:ipc", "raw:nng:tcp", *RAW_ZMQ, "raw:torchrpc", "raw:torchrpc:tcp"]
 RAW += ["raw:torch.multiprocessing"]
 FURTHER = ["raw:iceoryx2", "raw:ray", "raw:redis", "raw:zenoh"]
@@ -289,6 +293,44 @@ def declines(peer: Peer) -> Metrics | None:
 def run_here(body: str, limit: float = 60.0, *, threads: bool = False) -> Result:
     cell = Cell("raw:zmq:ipc", "latency", 0, 0, 0.05, limit)
     return run_cell(cell, f"{__name__}:{body}", 2, threads=threads)
+
+
+def counts_paced(peer: Peer) -> Metrics | None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()):
+            usual = paced()
+    with open_wire(peer):
+        news = peer.meet(paced())
+    return None if peer.rank else {"usual": usual, "value": sum(news)}
+
+
+def paced() -> int:
+    """How many connections of this process BBR controls."""
+    found = 0
+    for known in sockets.connected():
+        with sockets.copy_of(known.fd) as sock:
+            control = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            found += control.startswith(b"bbr")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("transport", "size"),
+    [
+        *((transport, 2) for transport in OVER_TCP),
+        *((transport, 3) for transport in ("raw:nng:tcp", "raw:zmq:tcp")),
+    ],
+)
+def test_the_bare_libraries_connections_are_as_little_paced_as_ours(
+    transport: str, size: int
+) -> None:
+    """Else /raw would tell of the system's congestion control."""
+    cell = Cell(transport, "latency", 1250, 0, budget=0.05, limit=60.0)
+    result = run_cell(cell, f"{__name__}:counts_paced", size)
+    assert result.status == "ok", f"{result.reason}\n{result.detail}"
+    if not result.metrics["usual"]:
+        pytest.skip("by default connections of this system are not paced")
+    assert result.metrics["value"] == 0
 
 
 def bench_children() -> list[str]:

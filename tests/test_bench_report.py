@@ -14,7 +14,7 @@ import pytest
 from bench_results import LOSSY, TRANSPORTS, row, whole_run, write
 from pages import Page, seen
 
-from bench import advice, plan, report, tables
+from bench import advice, plan, report, rows, tables
 from bench.model import fit, models
 from bench.rows import Cell, Result, read
 from bench.summary import Run, gather, published
@@ -51,6 +51,21 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     told = report.write(report.load([path]), found)
     assert told == [f"report: {found / 'report.html'}"]
     return found
+
+
+@pytest.mark.parametrize(
+    ("control", "said"),
+    [("cubic", []), ("bbr", ["were left to BBR"]), (rows.UNPACED, ["use Reno, too"])],
+)
+def test_a_report_says_whether_bare_libraries_were_paced(
+    control: str, said: list[str], tmp_path: Path
+) -> None:
+    """Older runs left them to the system's congestion control, ours not."""
+    path = write(tmp_path / "results.jsonl", [row("zmq:tcp", 1.0)], {"tcp": control})
+    text = " ".join(report.method(report.load([path])))
+    assert [
+        words for words in ("were left to BBR", "use Reno, too") if words in text
+    ] == said
 
 
 def test_rows_come_back_as_they_were_written(results: Path) -> None:
