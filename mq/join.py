@@ -90,26 +90,30 @@ class Joined:
         """Renew the lease, sweep the dead, greet who is new; never waits long."""
         self.pool.trim(IDLE_MEMORY_SECONDS)
         self.link.trim(IDLE_MEMORY_SECONDS)
-        meeting, record, mesh = self.meeting, self.record, self.driver.mesh
-        if self.link.ended and not mesh.replaced:
-            mesh.replace(self.link.ended)
-            self.driver.poller.wake()
+        meeting, record, driver = self.meeting, self.record, self.driver
+        mesh = driver.mesh
+        ended, forgotten = driver.look(self._news)
+        if ended and not mesh.replaced:
+            driver.replace(ended)
             logger.warning(
                 "queue %r can only be closed: %s", mesh.config.name, mesh.replaced
             )
         if meeting is None or record is None:
-            mesh.forgotten.clear()
             return
         if not meeting.renew(record):
-            mesh.replace(f"replaced by another {record.name!r}, which took the name")
-            self.driver.poller.wake()
+            driver.replace(f"replaced by another {record.name!r}, which took the name")
         if mesh.replaced:  # others may have told so, too
             return
-        while mesh.forgotten:
-            peer, proven = mesh.forgotten.pop()
+        for peer, proven in forgotten:
             meeting.sweep(peer.name, peer.incarnation, proven=proven)
         for entry in meeting.recent():
             self._greet(entry)
+
+    def _news(self) -> tuple[str, list[tuple[Greeting, bool]]]:
+        """Whether the link has ended, and who was forgotten since the last time."""
+        mesh = self.driver.mesh
+        forgotten, mesh.forgotten = mesh.forgotten, []
+        return self.link.ended, forgotten
 
     def present(self) -> list[rendezvous.Record]:
         """Of whom this member is in session with, and who may be found by others."""

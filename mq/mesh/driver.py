@@ -86,6 +86,12 @@ class Driver(Publishing):
             self._poll(flush=True)
             self._nudge()
 
+    def replace(self, reason: str) -> None:
+        """This member must stop: its calls end with `Closed`."""
+        with self.lock:
+            self.mesh.replace(reason)
+            self._tell()
+
     # -- recv ----------
 
     def take(self, box: list[Any], timeout: float | None) -> bool:
