@@ -8,13 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from mq import process, rendezvous
-from mq.errors import (
-    AuthenticationFailed,
-    ConnectRefused,
-    ConnectTimeout,
-    PeerLost,
-    TransportUnavailable,
-)
+from mq.errors import ConnectRefused, ConnectTimeout, PeerLost, TransportUnavailable
 from mq.mesh import handshake as hs
 from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
@@ -197,7 +191,7 @@ class Arrival:
         left = max(0.0, self._deadline - time.monotonic())
         answered = self._driver.wait_until(lambda: dial.done, min(left, PROBE_SECONDS))
         self._driver.run(lambda: self._mesh.greetings.cancel(dial))
-        raise_refusal(record.name, dial)
+        dial.raise_refusal()
         if not answered and left < PROBE_SECONDS:
             raise ConnectTimeout(
                 f"{self._held(record)} and did not answer within "
@@ -345,7 +339,7 @@ class Arrival:
         for entry in waiting:
             dial = self._dials[entry.record.incarnation]
             if not (entry.expired and dial.refusal in STRANGE):
-                raise_refusal(dial.name, dial)
+                dial.raise_refusal()
 
     def _explain(self, waiting: Sequence[Entry]) -> str:
         lines = []
@@ -377,21 +371,3 @@ class Arrival:
 
 
 _LISTEN = "one of the two must listen= (or MQ_LISTEN) where the other reaches it"
-
-
-def raise_refusal(name: str, dial: Dial) -> None:
-    """Raises: ConnectRefused or AuthenticationFailed, if a dial was refused."""
-    if not dial.refusal:
-        return
-    who = repr(name) if name else "the member"
-    text = f"{who} at {dial.address} refused this member: {dial.error}"
-    if dial.refusal == hs.SELF:
-        raise ConnectRefused(
-            f"{dial.address} of attach_to is this member's own address; give those of "
-            "other members"
-        )
-    if dial.refusal == hs.LINK:
-        text = f"{who} at {dial.address} and this member do not fit: {dial.error}"
-    if dial.refusal == hs.SECRET:
-        raise AuthenticationFailed(f"{text}. Use the same secret everywhere")
-    raise ConnectRefused(text)

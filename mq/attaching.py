@@ -6,7 +6,6 @@ import functools
 import time
 
 from mq import addresses
-from mq.arrival import raise_refusal
 from mq.errors import ConnectTimeout
 from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
@@ -43,7 +42,7 @@ def dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:
 
     arrived = driver.wait_until(settled, max(0.0, deadline - time.monotonic()))
     for dial in dials:
-        raise_refusal("", dial)
+        dial.raise_refusal()
     if not arrived:
         missing = "; ".join(
             f"{d.address} ({d.error or 'no answer'})" for d in dials if not reached(d)

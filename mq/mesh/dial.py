@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from mq.errors import AuthenticationFailed, ConnectRefused
+from mq.mesh import handshake as hs
 from mq.mesh.handshake import Greeting, Handshake
 
 if TYPE_CHECKING:
@@ -133,6 +135,23 @@ class Dial:
         self.conn = None  # only now: `recover` goes by it
         if self.until is not None and self.next_at >= self.until:
             self.done = True
+
+    def raise_refusal(self) -> None:
+        """Raises: ConnectRefused or AuthenticationFailed, if it was refused."""
+        if not self.refusal:
+            return
+        who = repr(self.name) if self.name else "the member"
+        text = f"{who} at {self.address} refused this member: {self.error}"
+        if self.refusal == hs.SELF:
+            raise ConnectRefused(
+                f"{self.address} of attach_to is this member's own address; give those "
+                "of other members"
+            )
+        if self.refusal == hs.LINK:
+            text = f"{who} at {self.address} and this member do not fit: {self.error}"
+        if self.refusal == hs.SECRET:
+            raise AuthenticationFailed(f"{text}. Use the same secret everywhere")
+        raise ConnectRefused(text)
 
 
 class Granted(NamedTuple):
