@@ -244,7 +244,7 @@ class Arrival:
             waiting = self._ask(self._greet_recorded, waiting)
             if not waiting:
                 return
-            self._raise_refusals(waiting)
+            self._driver.look(functools.partial(self._raise_refusals, waiting))
             left = self._deadline - time.monotonic()
             if left <= 0:
                 raise ConnectTimeout(self._explain(waiting))
@@ -256,8 +256,9 @@ class Arrival:
     def _dial(self, record: rendezvous.Record, *, probe: bool = False) -> Dial:
         greetings = self._mesh.greetings
         same_host = self._mesh.config.is_near(record.process)
+        routes = functools.partial(greetings.routes, record.addresses, same_host)
         dial = Dial(
-            greetings.routes(record.addresses, same_host),
+            self._driver.look(routes),
             incarnation=record.incarnation,
             name=record.name,
             probe=probe,
@@ -272,7 +273,11 @@ class Arrival:
         waiting: list[Entry] = []
         for entry in self._meeting.records():
             record = entry.record
-            if record.incarnation == mine or self._is_greeted(record):
+            with self._driver.lock:
+                is_greeted = self._is_greeted(record)
+                dial = self._dials.get(record.incarnation)
+                is_due = dial is None or (dial.done and not dial.refusal)
+            if record.incarnation == mine or is_greeted:
                 continue
             if self._has_ended(record):
                 self._meeting.sweep(record.name, record.incarnation)
@@ -281,8 +286,7 @@ class Arrival:
                 continue
             self._check_fits(entry)
             waiting.append(entry)
-            dial = self._dials.get(record.incarnation)
-            if dial is None or (dial.done and not dial.refusal):
+            if is_due:
                 dial = self._dials[record.incarnation] = self._dial(record)
                 # Half of the time at most, as there must be some to look once more.
                 left = (self._deadline - time.monotonic()) / 2
@@ -301,17 +305,19 @@ class Arrival:
         fits = record.backend == self._mesh.config.backend
         if not fits or not within_reach(self._link, record.process):
             return True
-        dial = self._dials.get(who)
-        if dial is None or who in self._mesh.sessions:
-            return False
-        if time.monotonic() < self._patience[who] and dial.refusal not in STRANGE:
-            return False
+        with self._driver.lock:
+            dial = self._dials.get(who)
+            if dial is None or who in self._mesh.sessions:
+                return False
+            if time.monotonic() < self._patience[who] and dial.refusal not in STRANGE:
+                return False
         if who not in self._swept:
             self._swept.add(who)
             self._meeting.sweep(record.name, who, proven=False)
         return True
 
     def _is_greeted(self, record: rendezvous.Record) -> bool:
+        """Whether there is a session; the lock is held, as by all that look for one."""
         session = self._mesh.sessions.get(record.incarnation)
         return session is not None and session.introduced
 
@@ -342,25 +348,8 @@ class Arrival:
                 dial.raise_refusal()
 
     def _explain(self, waiting: Sequence[Entry]) -> str:
-        lines = []
-        for entry in waiting:
-            record = entry.record
-            dial = self._dials[record.incarnation]
-            places = ", ".join(record.addresses)
-            happened = f"tried {places}: {dial.error or 'no answer'}"
-            if not dial.routes:
-                happened = (
-                    f"listens on {places}, which cannot be reached from this host, "
-                    f"and has not dialled this member; {_LISTEN}"
-                )
-            elif self._link.capabilities.reach == "network" and not any(
-                link.is_routable(address) for link, address in dial.routes
-            ):
-                happened += f"; if it is in another container or namespace, {_LISTEN}"
-            process = record.process
-            lines.append(
-                f"{record.name!r} (pid {process.pid} on {process.host}, {happened})"
-            )
+        with self._driver.lock:
+            lines = [self._tell_of(entry.record) for entry in waiting]
         return (
             f"could not greet within {self._settings.connect_timeout:g} s: "
             + "; ".join(lines)
@@ -368,6 +357,23 @@ class Arrival:
             "connect_timeout, as a slow network needs, or above twice their "
             "peer_timeout to see their leases end"
         )
+
+    def _tell_of(self, record: rendezvous.Record) -> str:
+        """Who was not greeted, and why; the lock is held."""
+        dial = self._dials[record.incarnation]
+        places = ", ".join(record.addresses)
+        happened = f"tried {places}: {dial.error or 'no answer'}"
+        if not dial.routes:
+            happened = (
+                f"listens on {places}, which cannot be reached from this host, "
+                f"and has not dialled this member; {_LISTEN}"
+            )
+        elif self._link.capabilities.reach == "network" and not any(
+            link.is_routable(address) for link, address in dial.routes
+        ):
+            happened += f"; if it is in another container or namespace, {_LISTEN}"
+        process = record.process
+        return f"{record.name!r} (pid {process.pid} on {process.host}, {happened})"
 
 
 _LISTEN = "one of the two must listen= (or MQ_LISTEN) where the other reaches it"

@@ -22,7 +22,8 @@ def dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:
     mesh = driver.mesh
     dials = []
     for address in settings.attach_to:
-        routes = mesh.greetings.routes([address], same_host=True)
+        find = functools.partial(mesh.greetings.routes, [address], same_host=True)
+        routes = driver.look(find)
         if not routes or addresses.is_any_port(address):
             raise ValueError(
                 f"attach_to={address!r} is no address of backend {settings.backend!r}; "
@@ -41,12 +42,13 @@ def dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:
         return any(d.refusal for d in dials) or all(map(reached, dials))
 
     arrived = driver.wait_until(settled, max(0.0, deadline - time.monotonic()))
-    for dial in dials:
-        dial.raise_refusal()
-    if not arrived:
+    with driver.lock:
+        for dial in dials:
+            dial.raise_refusal()
         missing = "; ".join(
             f"{d.address} ({d.error or 'no answer'})" for d in dials if not reached(d)
         )
+    if not arrived:
         raise ConnectTimeout(
             f"could not greet within {settings.connect_timeout:g} s: {missing}. Is a "
             "member of this group listening there? On a slow network raise "

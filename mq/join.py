@@ -137,15 +137,19 @@ class Joined:
     def _greet(self, entry: Entry) -> None:
         """Dial a member that the rendezvous did not know of when this one joined."""
         mesh, other = self.driver.mesh, entry.record
-        known = {self.driver.mesh.config.incarnation, *mesh.sessions}
-        known.update(dial.incarnation for dial in mesh.greetings.dials)
-        if other.incarnation in known or entry.expired or self.driver.closing:
+
+        def is_known() -> bool:
+            known = {mesh.config.incarnation, *mesh.sessions}
+            known.update(dial.incarnation for dial in mesh.greetings.dials)
+            return other.incarnation in known
+
+        if self.driver.look(is_known) or entry.expired or self.driver.closing:
             return
         if not within_reach(self.link, other.process):
             return  # it will be told so itself
         same_host = mesh.config.is_near(other.process)
-        routes = mesh.greetings.routes(other.addresses, same_host)
-        until = time.monotonic() + other.lease
+        find = functools.partial(mesh.greetings.routes, other.addresses, same_host)
+        routes, until = self.driver.look(find), time.monotonic() + other.lease
         dial = Dial(routes, incarnation=other.incarnation, name=other.name, until=until)
         self.driver.run(functools.partial(mesh.greetings.start, dial))
 
@@ -240,7 +244,7 @@ def join(
                 driver.mesh.close()
         poller.close()
         raise
-    more = "".join(f", {k} {v}" for k, v in link.describe().items())
+    more = "".join(f", {k} {v}" for k, v in driver.look(link.describe).items())
     logger.info("%s listens on %s%s", where, ", ".join(addresses), more)
     return joined
 

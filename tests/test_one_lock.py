@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 import sys
 import threading
 from collections.abc import Collection
@@ -9,13 +11,16 @@ from typing import Any
 
 import pytest
 from meeting import DEADLINE, runtime
+from test_join import lapsed, record_another
 from test_lead import is_in
 
 import mq
 from mq import speed
+from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
+from mq.rendezvous.record import Entry
 from mq.testing.waiting import wait_until
 
 __all__ = ["runtime"]
@@ -85,11 +90,94 @@ def watched(watch: Watch, patch: pytest.MonkeyPatch, **options: Any) -> mq.MQ:
             super().__init__(mesh, poller, where)
             watch.lock = self.lock
             watch.attributes(mesh, {"sessions", "conns", "forgotten"})
+            watch.attributes(mesh.greetings, {"dials"})
             watch.calls(mesh, "replace")
+            for link in mesh.links:
+                for name in ("dial", "rank", "poll", "is_routable", "describe"):
+                    watch.calls(link, name)
+
+    class WatchedDial(Dial):
+        def __getattribute__(self, name: str) -> Any:
+            told = name in ("refusal", "error")
+            # What it has come to in the end does not change any more.
+            if name == "done" or (told and not super().__getattribute__("done")):
+                watch.look(name, sys._getframe(1))
+            return super().__getattribute__(name)
 
     with patch.context() as connecting:
         connecting.setattr("mq.join.Driver", WatchedDriver)
+        for module in ("arrival", "attaching", "join"):
+            connecting.setattr(f"mq.{module}.Dial", WatchedDial)
         return mq.connect("tcp", group="watched", **options)
+
+
+@pytest.mark.parametrize("there", ["greeted", "unreachable", "silent", "lapsed"])
+def test_who_is_recorded_is_greeted_under_the_lock(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, runtime: object, there: str
+) -> None:
+    """Each session, and each dial, may begin and end while one looks at another."""
+    with (
+        mq.connect("tcp", group="watched", name="c") as c,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        meeting, record = c._joined.meeting, c._joined.record
+        assert meeting is not None
+        assert record is not None
+        if there == "lapsed":
+            assert meeting.claim(lapsed(c, address)).holder is None
+        elif there != "greeted":
+            address = address if there == "silent" else "tcp://"
+            record_another(c, addresses=(address,))
+        if there in ("greeted", "lapsed"):
+            watched(watch, monkeypatch, name="a", connect_timeout=DEADLINE).close()
+        else:
+            with pytest.raises(mq.ConnectTimeout, match=f"'b' .*{address}"):
+                watched(watch, monkeypatch, name="a", connect_timeout=0.5)
+    assert watch.breaches == []
+
+
+@pytest.mark.parametrize("there", ["reached", "another secret", "silent"])
+def test_who_is_attached_to_is_reached_under_the_lock(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    """As long as they are under way, dials tell what they come to."""
+    options: dict[str, Any] = {"name": "b", "secret": "a secret of this test"}
+    with (
+        mq.connect("tcp", group="watched", listen="tcp://127.0.0.1:0", **options) as b,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        options.update(name="a", attach_to=b.describe()["addresses"])
+        if there == "reached":
+            watched(watch, monkeypatch, **options).close()
+        elif there == "silent":
+            silent_at = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            options.update(attach_to=silent_at, connect_timeout=0.3)
+            with pytest.raises(mq.ConnectTimeout, match=f"{silent_at} .no answer"):
+                watched(watch, monkeypatch, **options)
+        else:
+            options["secret"] = "another secret"
+            with pytest.raises(mq.AuthenticationFailed):
+                watched(watch, monkeypatch, **options)
+    assert watch.breaches == []
+
+
+def test_who_is_new_is_dialled_under_the_lock(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, runtime: object
+) -> None:
+    """By upkeep, while others come and go."""
+    with watched(watch, monkeypatch, name="a") as queue:
+        meeting, record = queue._joined.meeting, queue._joined.record
+        assert meeting is not None
+        assert record is not None
+        new = dataclasses.replace(record, name="b", incarnation="e" * 16)
+        monkeypatch.setattr(meeting, "recent", lambda: [Entry(new, 0.0)])
+        queue._joined.upkeep()
+        assert [
+            dial.name
+            for dial in queue._driver.look(lambda: queue._mesh.greetings.dials)
+        ] == ["b"]
+    assert watch.breaches == []
 
 
 @pytest.mark.parametrize("why", ["its name is another's", "its link has ended"])
