@@ -158,7 +158,8 @@ class BlockingQueue(Receiving):
     def _not_flushed(
         self, marks: Sequence[tuple[Feed, int]], timeout: float | None
     ) -> FlushTimeout:
-        left = self._driver.describe_feeds(self._mesh.publisher.unsettled(marks))
+        driver, unsettled = self._driver, self._mesh.publisher.unsettled
+        left = driver.look(lambda: driver.describe_feeds(unsettled(marks)))
         return FlushTimeout(f"{self!r}: not flushed within {timeout:g} s: {left}")
 
     # -- subscribing ----------
@@ -226,7 +227,8 @@ class BlockingQueue(Receiving):
         if not self._driver.wait_until(
             lambda: not subscriber.unconfirmed(subscription), timeout
         ):
-            names = [s.name for s in subscriber.unconfirmed(subscription)]
+            silent = self._driver.look(lambda: subscriber.unconfirmed(subscription))
+            names = [session.name for session in silent]
             raise SubscribeTimeout(
                 f"{self!r}: {names} did not acknowledge the subscription to {topic!r} "
                 f"within {timeout:g} s; it stays in force and reaches them when they "

@@ -289,7 +289,7 @@ class Membership:
                         "%r closed with messages undelivered after %g s: %s",
                         self,
                         min(linger, round(time.monotonic() - begin, 3)),
-                        driver.describe_feeds(left),
+                        driver.look(lambda: driver.describe_feeds(left)),
                     )
             finally:
                 if not driver.forked:

@@ -89,7 +89,7 @@ def watched(watch: Watch, patch: pytest.MonkeyPatch, **options: Any) -> mq.MQ:
         def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
             super().__init__(mesh, poller, where)
             watch.lock = self.lock
-            watch.attributes(mesh, {"sessions", "conns", "forgotten"})
+            watch.attributes(mesh, {"sessions", "conns", "forgotten", "changed"})
             watch.attributes(mesh.greetings, {"dials"})
             watch.calls(mesh, "replace")
             for link in mesh.links:
@@ -209,4 +209,28 @@ def test_who_is_replaced_is_told_under_the_lock(
         for thread in threads:
             thread.join(DEADLINE)
     assert [text.rpartition("closed: ")[2] for text in ended] == [why, why]
+    assert watch.breaches == []
+
+
+def test_what_was_not_done_in_time_is_told_under_the_lock(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, runtime: object
+) -> None:
+    """Who has not acknowledged what, or not received it, may do so meanwhile."""
+    with (
+        mq.connect("tcp", group="watched", name="b") as b,
+        watched(watch, monkeypatch, name="a") as a,
+    ):
+        b.subscribe("t")
+        with b._driver.lock:  # it cannot answer
+            a.publish("t", 1)
+            with pytest.raises(mq.SubscribeTimeout):
+                a.subscribe("u", timeout=0)
+            (feed,) = a._mesh.publisher.topics["t"].feeds
+            watch.attributes(feed, {"received"})
+            watch.attributes(a._mesh.subscriber.topics["u"], {"sources"})
+            with pytest.raises(mq.SubscribeTimeout, match=r"'b'.* did not acknowledge"):
+                a.subscribe("u", timeout=0)
+            with pytest.raises(mq.FlushTimeout, match="'b' lacks 1 on 't'"):
+                a.flush(0)
+            a.close(0)
     assert watch.breaches == []

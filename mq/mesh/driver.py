@@ -231,8 +231,8 @@ class Driver(Publishing):
                         break
             finally:
                 self._leave()
-        # What arrived meanwhile; who is gone by now may not have got it.
-        return [(feed, last) for feed, last in marks if feed.received < last]
+            # What arrived meanwhile; who is gone by now may not have got it.
+            return [(feed, last) for feed, last in marks if feed.received < last]
 
     def discard_inbox(self) -> None:
         """Count what `recv` will never take."""
@@ -240,7 +240,8 @@ class Driver(Publishing):
             self._subscriber.discard_all()
 
     def describe_feeds(self, marks: Sequence[tuple[Feed, int]]) -> str:
-        """Who has not received what, in words."""
+        """Who has not received what, in words; the lock is held."""
+        assert self.is_in_the_middle()
         return ", ".join(
             # One at least: of those up to the mark newer ones may have replaced all.
             f"{feed.session.name!r} lacks {max(1, feed.lacks(mark))} on "

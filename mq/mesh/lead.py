@@ -199,9 +199,9 @@ class Lead:
         given: deque[object] = deque()
         try:
             try:
+                seen = None if me == _KEEPER else self.mesh.changed
                 give_up(self.lock, given)
                 self._let_others_in()
-                seen = None if me == _KEEPER else self.mesh.changed
                 ready = self.poller.wait(max(0.0, until - now), seen)
                 self._wanted |= self.lock.locked()
             finally:
