@@ -152,7 +152,8 @@ class Receiving(Membership):
                 area, device=subscription.device, read_only=in_place, own=True
             )
         except _CodecError as error:
-            subscription.stats.refused += 1
+            with self._driver.lock:
+                subscription.stats.refused += 1
             kind = UntrustedPayload if isinstance(error, UntrustedPayload) else None
             raise (kind or _CodecError)(
                 f"message {sequence} from {peer.name!r} on {subscription.topic!r}: "

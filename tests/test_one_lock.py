@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+import torch
 from meeting import DEADLINE, runtime
 from test_join import lapsed, record_another
 from test_lead import is_in
@@ -233,4 +234,27 @@ def test_what_was_not_done_in_time_is_told_under_the_lock(
             with pytest.raises(mq.FlushTimeout, match="'b' lacks 1 on 't'"):
                 a.flush(0)
             a.close(0)
+    assert watch.breaches == []
+
+
+def test_what_cannot_be_decoded_is_counted_under_the_lock(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, runtime: object
+) -> None:
+    """Of two threads that count at once none is left out."""
+
+    def full(tensor: torch.Tensor, device: str) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with (
+        mq.connect("tcp", group="watched", name="b") as b,
+        watched(watch, monkeypatch, name="a") as a,
+    ):
+        a.subscribe("t", device="cpu")
+        watch.attributes(a._mesh.subscriber.topics["t"].stats, {"refused"})
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "to", full)
+            b.publish("t", torch.ones(2))
+            with pytest.raises(mq.CodecError, match="out of memory"):
+                a.recv(DEADLINE)
+        assert a.stats()["topics"]["t"]["refused"] == 1
     assert watch.breaches == []
