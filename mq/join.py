@@ -78,12 +78,7 @@ class Joined:
 
     def close(self, linger: float = LINGER_SECONDS) -> None:
         """Free everything; engines have `linger` seconds to send what they have."""
-        self.driver.stop()
-        if self.meeting is not None:
-            self.meeting.close()
-        with self.driver.lock:
-            self.driver.mesh.close(linger)
-        self.poller.close()
+        _free(self.link, self.poller, self.meeting, self.driver, linger)
         self.pool.close()
 
     def upkeep(self) -> None:
@@ -234,19 +229,31 @@ def join(
             driver.end_calls()
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 driver.leave("could not join", 0.0)
-            driver.stop()
-        if meeting is not None:
-            meeting.close()
-        if driver is None:
-            link.close()
-        else:
-            with driver.lock:
-                driver.mesh.close()
-        poller.close()
+        _free(link, poller, meeting, driver)
         raise
     more = "".join(f", {k} {v}" for k, v in driver.look(link.describe).items())
     logger.info("%s listens on %s%s", where, ", ".join(addresses), more)
     return joined
+
+
+def _free(
+    link: Link,
+    poller: Poller,
+    meeting: Rendezvous | None,
+    driver: Driver | None,
+    linger: float = LINGER_SECONDS,
+) -> None:
+    """Close what a member has, as far as it has come."""
+    if driver is not None:
+        driver.stop()
+    if meeting is not None:
+        meeting.close()
+    if driver is None:
+        link.close(linger)
+    else:
+        with driver.lock:
+            driver.mesh.close(linger)
+    poller.close()
 
 
 def _of_scheme(settings: Settings, scheme: str) -> Settings:
