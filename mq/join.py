@@ -81,6 +81,16 @@ class Joined:
         _free(self.link, self.poller, self.meeting, self.driver, linger)
         self.pool.close()
 
+    def begin_upkeep(self, peer_timeout: float | None) -> None:
+        """From now on see to the rendezvous, often enough for a lease to last."""
+        driver, meeting = self.driver, self.meeting
+        driver.upkeep = self.upkeep
+        lease = lease_seconds(peer_timeout)
+        driver.upkeep_seconds = min(lease / 4, MOST_UPKEEP_SECONDS)
+        if meeting is not None:
+            meeting.on_news = driver.upkeep_soon
+            meeting.present = self.present
+
     def upkeep(self) -> None:
         """Renew the lease, sweep the dead, greet who is new; never waits long."""
         self.pool.trim(IDLE_MEMORY_SECONDS)
@@ -173,12 +183,7 @@ def join(
     check_patches()
     check_descriptors()
     check_threads("a queue")
-    sources = settings.sources
-    with told(sources["backend"], f"transport {settings.backend!r}"):
-        link = registry.create(settings.backend, options)
-    forks.register(link)
-    link.insecure = settings.insecure
-    link.member_name = settings.name
+    link = _link(settings, options)
     settings = _of_scheme(settings, link.scheme)
     meeting: Rendezvous | None = None
     poller = Poller()
@@ -186,21 +191,9 @@ def join(
         poller.spins = False  # whom one waits for needs the interpreter lock
     driver: Driver | None = None
     try:
-        if not settings.explicit:
-            with told(sources["rendezvous"], "rendezvous"):
-                meeting = rendezvous.open_rendezvous(
-                    settings.rendezvous,
-                    group=settings.group,
-                    secret=settings.secret,
-                    timeout=settings.connect_timeout,
-                    until=deadline,
-                )
+        meeting = _meeting(settings, deadline)
         secret = settings.secret or (meeting.secret if meeting is not None else b"")
-        directory = None if meeting is None else meeting.directory
-        with told(sources["listen"], *settings.listen):
-            check_listen(settings, link, secret)
-            addresses = link.open(poller, settings.listen, directory)
-        check_addresses(link, addresses)
+        addresses = _listen(settings, link, poller, meeting, secret)
         config = _config(settings, codec, secret, addresses)
         config.dial_back = meeting is not None
         mesh = Mesh(config, [link], take=pool.take, clock=time.monotonic)
@@ -210,12 +203,7 @@ def join(
         driver = Driver(mesh, poller, where)
         stopper.on_stop(driver.end_calls)
         joined = Joined(driver, link, poller, meeting, None, addresses, pool)
-        driver.upkeep = joined.upkeep
-        lease = lease_seconds(settings.peer_timeout)
-        driver.upkeep_seconds = min(lease / 4, MOST_UPKEEP_SECONDS)
-        if meeting is not None:
-            meeting.on_news = driver.upkeep_soon
-            meeting.present = joined.present
+        joined.begin_upkeep(settings.peer_timeout)
         driver.start()
         if meeting is not None:
             arrival = Arrival(settings, driver, link, meeting, deadline)
@@ -234,6 +222,46 @@ def join(
     more = "".join(f", {k} {v}" for k, v in driver.look(link.describe).items())
     logger.info("%s listens on %s%s", where, ", ".join(addresses), more)
     return joined
+
+
+def _link(settings: Settings, options: dict[str, object]) -> Link:
+    """What the member is to travel by, not open yet."""
+    with told(settings.sources["backend"], f"transport {settings.backend!r}"):
+        link = registry.create(settings.backend, options)
+    forks.register(link)
+    link.insecure = settings.insecure
+    link.member_name = settings.name
+    return link
+
+
+def _meeting(settings: Settings, deadline: float) -> Rendezvous | None:
+    """Where members meet; None where they are told each other's addresses."""
+    if settings.explicit:
+        return None
+    with told(settings.sources["rendezvous"], "rendezvous"):
+        return rendezvous.open_rendezvous(
+            settings.rendezvous,
+            group=settings.group,
+            secret=settings.secret,
+            timeout=settings.connect_timeout,
+            until=deadline,
+        )
+
+
+def _listen(
+    settings: Settings,
+    link: Link,
+    poller: Poller,
+    meeting: Rendezvous | None,
+    secret: bytes,
+) -> list[str]:
+    """Open the link; the addresses at which others reach it."""
+    directory = None if meeting is None else meeting.directory
+    with told(settings.sources["listen"], *settings.listen):
+        check_listen(settings, link, secret)
+        addresses = link.open(poller, settings.listen, directory)
+    check_addresses(link, addresses)
+    return addresses
 
 
 def _free(
