@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from mq import speed
 from mq.errors import MessageTooLarge
 from mq.mesh.atomic import append_to_all
-from mq.mesh.large import INLINE_BYTES, Large
+from mq.mesh.large import INLINE_BYTES, Cutting, Large, Take, cut, whole
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
+    from mq.frames import Frames
     from mq.mesh.feed import Feed
 
 BATCH_BYTES: Final = 64 * 1024
@@ -168,6 +169,23 @@ class Topic:
     def waits_for(self) -> list[Feed]:
         """The subscribers that have no credit."""
         return [feed for feed in self.feeds if not feed.has_credit()]
+
+    def cut(self, frames: Frames, cutting: Cutting, take: Take, retain: bool) -> Large:
+        """The chunks of a message, as its subscribers' connections carry them best."""
+        # A retained one may go to others later, of whom nothing is known.
+        feeds = () if retain or cutting.mixes else self.feeds
+        most = min((feed.session.whole_bytes for feed in feeds), default=0)
+        if frames.nbytes <= most and not frames.areas:
+            lead = max(feed.session.lead for feed in feeds)
+            large = whole(frames, take, lead)
+        else:
+            large = cut(frames, cutting, most)
+        # Now: later there would be nobody to tell that it cannot be copied.
+        if any(large.must_be_staged(feed.session.devices) for feed in self.feeds):
+            large.stage(take)
+        if retain:
+            large.own(take, range(len(large.chunks)))
+        return large
 
     def commit(
         self, published_at: float, data: bytes | Large, retain: bool

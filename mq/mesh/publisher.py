@@ -11,7 +11,7 @@ from mq.log import Log
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.feed import Feed
-from mq.mesh.large import INLINE_BYTES, Cutting, Large, Take, cut, whole
+from mq.mesh.large import INLINE_BYTES, Cutting, Large, Take
 from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.poller import cores
 from mq.mesh.wire import Begun, Malformed, Subscribe, Subscribed
@@ -103,19 +103,7 @@ class Publisher:
         elif frames.nbytes <= INLINE_BYTES and not frames.areas:
             data = frames.pack()
         else:
-            # A retained one may go to others later, of whom nothing is known.
-            feeds = () if retain or self._cutting.mixes else topic.feeds
-            most = min((feed.session.whole_bytes for feed in feeds), default=0)
-            if frames.nbytes <= most and not frames.areas:
-                lead = max(feed.session.lead for feed in feeds)
-                data = whole(frames, self._take, lead)
-            else:
-                data = cut(frames, self._cutting, most)
-            # Now: later there would be nobody to tell that it cannot be copied.
-            if any(data.must_be_staged(feed.session.devices) for feed in topic.feeds):
-                data.stage(self._take)
-            if retain:
-                data.own(self._take, range(len(data.chunks)))
+            data = topic.cut(frames, self._cutting, self._take, retain)
         self.fill()  # an earlier one, if two interrupts have kept it from being written
         if block is not None:
             self._to_fill = (block, frames)

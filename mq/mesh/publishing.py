@@ -96,21 +96,9 @@ class Publishing(Memory):
             and frames.nbytes > INLINE_BYTES
             and not frames.areas
         ):
-            way = self._way(name, frames, retain, deadline, turns)
-            if way is _Way.LATER:
+            block, waits = self._lay_out(name, frames, retain, deadline, turns)
+            if waits:
                 return False
-            if way is not _Way.SENT:
-                if way is _Way.LAID_OUT:
-                    speed.expect_copy(frames.nbytes)
-                block, waits = self._take_block(
-                    name, frames.nbytes, deadline, turns, way is _Way.FOLLOWED
-                )
-                if waits:
-                    return False
-                if block is not None and block.counter is None:
-                    for start, piece in frames.segments():
-                        stop = start + len(piece)
-                        copy(piece, block.area[start:stop], frames.nbytes)
         only_joins = False
         if frames.areas:
             self._publisher.fill_pieces(frames)
@@ -137,6 +125,33 @@ class Publishing(Memory):
                 block.fill(frames.segments())
             self._commit(topic, frames, retain, urgent, turns is None, block)
         return True
+
+    def _lay_out(
+        self,
+        name: str,
+        frames: Frames,
+        retain: bool,
+        deadline: float | None,
+        turns: Wait | None,
+    ) -> tuple[Block | None, bool]:
+        """Have a message in shared memory, if that is how it goes.
+
+        Returns:
+            As `_take_block`. Where the subscribers follow, the memory is still empty.
+        """
+        way = self._way(name, frames, retain, deadline, turns)
+        if way is _Way.LATER or way is _Way.SENT:
+            return None, way is _Way.LATER
+        if way is _Way.LAID_OUT:
+            speed.expect_copy(frames.nbytes)
+        block, waits = self._take_block(
+            name, frames.nbytes, deadline, turns, way is _Way.FOLLOWED
+        )
+        if block is not None and block.counter is None:
+            for start, piece in frames.segments():
+                stop = start + len(piece)
+                copy(piece, block.area[start:stop], frames.nbytes)
+        return block, waits
 
     def _commit(
         self,
