@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from mq.mesh.handshake import Greeting
 from mq.process import ProcessId
 
 CODEC_VERSION = "1"
+PEER_TIMEOUT: Final = 10.0
+"""The default of `connect`, in seconds."""
 
 
 class Watch(Protocol):
@@ -50,7 +52,7 @@ class Config:
     labels: list[str] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)
     secret: bytes = field(default=b"", repr=False)
-    peer_timeout: float | None = 10.0
+    peer_timeout: float | None = PEER_TIMEOUT
     max_message_bytes: int = 1 << 32
     versions: dict[str, str] = field(default_factory=dict)
     accepts: Callable[[], frozenset[str]] = frozenset

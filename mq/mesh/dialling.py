@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from mq.descriptors import most_open
 from mq.log import Log
 from mq.mesh import handshake as hs
+from mq.mesh.config import PEER_TIMEOUT
 from mq.mesh.dial import (
     LONGEST_PACE,
     MAX_BESIDE,
@@ -29,6 +30,16 @@ logger = Log(__name__)
 
 FAILED_ROUNDS: Final = 8
 """Of a dial that took some two seconds: then it is no collision of two dials."""
+RESUMING_DELAY: Final = 0.25
+"""Longest pause between attempts to resume a session, half of that of other dials: the
+peer counts its `peer_timeout` meanwhile."""
+ESTRANGED_DELAY: Final = 2.0
+"""The same to reach a peer that was given up, which may be gone for ever."""
+ESTRANGED_SECONDS: Final = 60.0
+"""For how long that is tried, at least."""
+ESTRANGED_TIMEOUTS: Final = 30
+"""For how many times its `peer_timeout`: five minutes by default. Who stood still for
+longer is found by the rendezvous, where there is one."""
 
 
 class Dialling:
@@ -66,7 +77,7 @@ class Dialling:
             incarnation=session.peer.incarnation,
             name=session.name,
             session=session,
-            max_delay=0.25,
+            max_delay=RESUMING_DELAY,
             pace=min(LONGEST_PACE, (session.timeout or math.inf) / PACES),
         )
         dial.next_at = session.rests_until
@@ -76,15 +87,16 @@ class Dialling:
         """Reach a peer again that was forgotten, from the next `poll` on."""
         if self._mesh.leaving or not (session.dialled or self._mesh.config.dial_back):
             return
-        timeout = session.timeout or 10.0
+        timeout = session.timeout or PEER_TIMEOUT
+        seconds = max(ESTRANGED_SECONDS, ESTRANGED_TIMEOUTS * timeout)
         self.dials.append(
             Dial(
                 self._session_routes(session),
                 incarnation=session.peer.incarnation,
                 name=session.name,
                 returning=True,
-                max_delay=2.0,
-                until=self._mesh.clock() + max(60.0, 30 * timeout),
+                max_delay=ESTRANGED_DELAY,
+                until=self._mesh.clock() + seconds,
             )
         )
 

@@ -18,6 +18,12 @@ T = TypeVar("T")
 
 STALE_SECONDS: Final = 0.005
 """`recv` polls at least this often, even while its inbox is full."""
+FAREWELL_SECONDS: Final = 0.1
+"""For the others to answer the BYE where there is no time left to deliver: some round
+trips."""
+MOST_FAREWELL_SECONDS: Final = 1.0
+"""However much time is left: all was delivered, and who does not answer will find that
+the connection ends."""
 
 
 class Driver(Publishing):
@@ -226,7 +232,8 @@ class Driver(Publishing):
                 said = time.monotonic()
                 while True:
                     self._poll(flush=True)
-                    last = min(max(min(leave_by), said + 0.1), said + 1.0)
+                    last = max(min(leave_by), said + FAREWELL_SECONDS)
+                    last = min(last, said + MOST_FAREWELL_SECONDS)
                     if mesh.has_left() or not self._sleep(last):
                         break
             finally:

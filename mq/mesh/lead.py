@@ -40,6 +40,8 @@ CALM_SECONDS: Final = 0.25
 """After so long in one call that leads, the keeper sleeps until the call ends."""
 GIVE_WAY_SECONDS: Final = 50e-6
 """Enough for a waiting thread to wake up and take the lock."""
+STOP_SECONDS: Final = 5.0
+"""For the keeper to end, which may be in the middle of its upkeep; it is a daemon."""
 _KEEPER: Final = -1
 _NEVER: Final = float("inf")
 
@@ -107,7 +109,7 @@ class Lead:
         self.poller.wake()
         begun = self._keeper.ident is not None
         if begun and threading.current_thread() is not self._keeper:
-            self._keeper.join(5.0)
+            self._keeper.join(STOP_SECONDS)
 
     def abandon(self) -> None:
         """In a forked child: whoever else held the lock does not exist here."""

@@ -10,6 +10,26 @@ if TYPE_CHECKING:
 
 MAX_TICK: Final = 0.25
 """Seconds between looks at the peers' liveness, at most."""
+TICKS: Final = 8
+"""How many of them there are within this member's `peer_timeout`, at least."""
+STALLED_TICKS: Final = 4
+"""Looks that did not come: it is this member that has stood still, not its peers."""
+MAX_GRACE: Final = 1.0
+"""Seconds for what peers sent meanwhile to be read, at most."""
+GRACE_PART: Final = 0.25
+"""The same as a part of `peer_timeout`."""
+HEARTBEATS: Final = 4
+"""How many there are within a `peer_timeout`, at least: an outage that is to lose
+nothing must be shorter by one."""
+MAX_HEARTBEAT: Final = 2.5
+"""Seconds between them, at most, also where there is no `peer_timeout`: as many as they
+are with the default of `connect`."""
+ASK_PART: Final = 0.5
+"""The part of `peer_timeout` after which the engine is asked whether a message is still
+arriving: two heartbeats did not come."""
+REDIAL_PART: Final = 0.6
+"""The part after which another connection is dialled: soon after the engine was asked,
+as the session must be resumed in the rest."""
 
 
 class Liveness:
@@ -24,7 +44,7 @@ class Liveness:
         self._mesh = mesh
         self.tick_seconds = MAX_TICK
         if mesh.config.peer_timeout is not None:
-            self.tick_seconds = min(MAX_TICK, mesh.config.peer_timeout / 8)
+            self.tick_seconds = min(MAX_TICK, mesh.config.peer_timeout / TICKS)
         self.watches: dict[int, Session] = {}
 
     def watch(self, session: Session) -> None:
@@ -71,18 +91,19 @@ class Liveness:
             if not session.alive or session.timeout is None:
                 _heartbeat(session, now)
                 continue
-            if stalled > 4 * self.tick_seconds:
+            if stalled > STALLED_TICKS * self.tick_seconds:
                 # It was us who slept: what the peer sent meanwhile is still to come.
-                grace = now - session.timeout + min(1.0, session.timeout / 4)
-                session.last_heard = max(session.last_heard, grace)
-            if now - session.last_heard > session.timeout / 2:
+                grace = min(MAX_GRACE, GRACE_PART * session.timeout)
+                heard = now - session.timeout + grace
+                session.last_heard = max(session.last_heard, heard)
+            if now - session.last_heard > ASK_PART * session.timeout:
                 _ask_engine(session, now)
             silent = now - session.last_heard
             if silent >= session.timeout:
                 advice = "raise peer_timeout if such stalls are normal here"
                 self._mesh.forget(session, f"silent for {silent:.1f} s; {advice}")
             elif session.conn is not None:
-                if session.dialler and silent > 0.6 * session.timeout:
+                if session.dialler and silent > REDIAL_PART * session.timeout:
                     self._mesh.disconnect(session, "silent")
                 else:
                     _heartbeat(session, now)
@@ -96,8 +117,9 @@ def _ask_engine(session: Session, now: float) -> None:
 
 
 def _heartbeat(session: Session, now: float) -> None:
-    interval = 2.5
+    interval = MAX_HEARTBEAT
     if session.timeout is not None:
-        interval = min(session.timeout / 4, interval)
+        interval = min(session.timeout / HEARTBEATS, interval)
+    # Half of it, as the next look may come as much later.
     if session.conn is not None and now - session.last_sent >= interval / 2:
         session.answer(now)

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 COPY_BYTES_PER_SECOND: Final = 2e9
 """Assumed speed of copying a large message aside; see `_stream`."""
+STREAM_SECONDS: Final = 0.002
+"""For how long the wire is waited for beyond that: a peer may have to wake up first."""
+RETRY_SECONDS: Final = 0.02
+"""Between tries to copy, where there is no memory for it."""
 
 OWN_BYTES: Final = 8 << 20
 """How much is copied aside at a time, between looks at what else there is to do."""
@@ -205,7 +209,7 @@ class Publishing(Memory):
         """
         assert isinstance(message.data, Large)
         to_copy = len(message.data) - sum(message.data.areas)
-        budget = 0.002 + to_copy / COPY_BYTES_PER_SECOND
+        budget = STREAM_SECONDS + to_copy / COPY_BYTES_PER_SECOND
         deadline = time.monotonic() + (budget if wait else 0.0)
         sessions = [feed.session for feed in topic.feeds]
         try:
@@ -238,7 +242,7 @@ class Publishing(Memory):
             except MemoryError:
                 pass
             try:
-                self._sleep(time.monotonic() + 0.02)  # and try again
+                self._sleep(time.monotonic() + RETRY_SECONDS)
                 self._poll()
             except BaseException as error:
                 interrupt = interrupt if isinstance(error, MemoryError) else error

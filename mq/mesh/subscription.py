@@ -15,6 +15,22 @@ Share = tuple[int, int]
 """Messages and bytes of a window."""
 MOST_AT_ONCE: Final = 128
 """Messages that `recv` decodes ahead at most."""
+AT_ONCE_PARTS: Final = 8
+"""And one of so many parts of a publisher's share: none of them counts as taken before
+the last is."""
+GRANT_PARTS: Final = 2
+"""Credit is told when one of so many parts of a share was taken: once for many
+messages, and the rest lasts until the publisher hears of it."""
+LACK_PARTS: Final = 4
+"""Who lacks one of so many parts of its share has too little. As long as one has, it is
+looked again after as little was taken of the others' messages."""
+SILENT_PARTS: Final = 2
+"""Those that have published nothing yet have one of so many parts of a window at most,
+all together."""
+ONE_SILENT_PARTS: Final = 16
+"""Each of them has one of so many at most, for a start: who publishes gets a share."""
+ONE_SILENT: Final = 64
+"""Or so many messages, or bytes, where that is more."""
 
 
 class Subscription:
@@ -150,7 +166,7 @@ class Subscription:
         if not self._short:
             return given, []
         # What is taken of the others' messages is for them: it is looked at early.
-        few, few_bytes = (max(1, part // 4) for part in shares[True])
+        few, few_bytes = (max(1, part // LACK_PARTS) for part in shares[True])
         for other in (*self.sources.values(), *self.orphans):
             soon = min(other.consumed_messages + few, other.granted_messages)
             if not other.consumed_messages < other.grant_at_messages <= soon:
@@ -196,25 +212,26 @@ class Subscription:
         theirs = source.granted_messages - source.consumed_messages
         more = max(min(share[0] - theirs, messages), 1 - theirs, 0)
         source.granted_messages += more
-        source.grant_at_messages = source.granted_messages - share[0] // 2
-        source.at_once = max(1, min(MOST_AT_ONCE, share[0] // 8))
+        source.grant_at_messages = source.granted_messages - share[0] // GRANT_PARTS
+        source.at_once = max(1, min(MOST_AT_ONCE, share[0] // AT_ONCE_PARTS))
         theirs = source.granted_bytes - source.consumed_bytes
         # Below zero after a message that was larger than what was left of the grant.
         room = nbytes - min(0, theirs)
         more_bytes = max(min(share[1] - theirs, room), 1 - theirs, 0)
         source.granted_bytes += more_bytes
-        source.grant_at_bytes = source.granted_bytes - share[1] // 2
+        source.grant_at_bytes = source.granted_bytes - share[1] // GRANT_PARTS
         if not more and not more_bytes:
             return None
         return messages - more, nbytes - (more_bytes + min(0, theirs))
 
     @staticmethod
     def _lacks(source: Source, share: Share) -> bool:
-        """Whether a publisher has less than three quarters of its share."""
+        """Whether a publisher has too little of its share."""
         theirs = source.granted_messages - source.consumed_messages
         theirs_bytes = source.granted_bytes - source.consumed_bytes
         return (
-            theirs < share[0] - share[0] // 4 or theirs_bytes < share[1] - share[1] // 4
+            theirs < share[0] - share[0] // LACK_PARTS
+            or theirs_bytes < share[1] - share[1] // LACK_PARTS
         )
 
     def _ask(self, shares: tuple[Share, Share]) -> list[Source]:
@@ -285,7 +302,8 @@ def _share(window: int, sources: int, active: int, is_active: bool) -> int:
     Those that have published nothing yet get little; those that publish divide the
     rest.
     """
-    idle = max(1, min(window // (2 * sources), max(64, window // 16)))
+    one = max(ONE_SILENT, window // ONE_SILENT_PARTS)
+    idle = max(1, min(window // (SILENT_PARTS * sources), one))
     if not is_active:
         return idle
     return max(1, (window - (sources - active) * idle) // active)
