@@ -30,7 +30,7 @@ from mq.threads import MORE_THREADS
 PREFIX_BYTES = 4
 HANG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _NOW = lib.NNG_FLAG_NONBLOCK
-_NUMBERS = {lib.NNG_ENOFILES: errno.EMFILE, lib.NNG_EADDRINUSE: errno.EADDRINUSE}
+_ERRNO_OF = {lib.NNG_ENOFILES: errno.EMFILE, lib.NNG_EADDRINUSE: errno.EADDRINUSE}
 
 
 def explain(code: int) -> str:
@@ -42,7 +42,7 @@ def explain(code: int) -> str:
 def check(code: int) -> None:
     """Raises: OSError, unless this is success."""
     if code:
-        raise OSError(_NUMBERS.get(code, 0), f"NNG: {explain(code)}")
+        raise OSError(_ERRNO_OF.get(code, 0), f"NNG: {explain(code)}")
 
 
 class _Engine:

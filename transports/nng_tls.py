@@ -24,7 +24,7 @@ from transports._nng_tls import TlsChannel
 from transports.nng import NngLink
 
 _SCHEME = "tls+tcp"
-_NUMBERS = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+_AS_NUMBERS = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
 
 
 class NngTlsLink(NngLink):
@@ -102,7 +102,7 @@ class NngTlsLink(NngLink):
         try:
             # NNG would dial the first address of a name only; this one is tried.
             conn.target = at = self._names.targets(host, port)[0][1]
-            numeric = addresses.bracketed(socket.getnameinfo(at, _NUMBERS)[0])
+            numeric = addresses.bracketed(socket.getnameinfo(at, _AS_NUMBERS)[0])
             client = self._tls.client(host)  # which asks for the name
             dialler = Dialler(f"{_SCHEME}://{numeric}:{port}", client)
         except OSError as error:
