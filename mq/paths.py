@@ -166,18 +166,56 @@ def open_private(path: str, flags: int) -> int:
     return fd
 
 
-def remove_if_deserted(path: str) -> None:
-    """Remove a directory of which nobody holds the lock.
+def hold_lock(path: str, how: int, *, make: bool = True) -> int | None:
+    """Lock a file for as long as the descriptor is open; waits for nobody.
+
+    Args:
+        path: The file.
+        how: `fcntl.LOCK_SH` or `fcntl.LOCK_EX`.
+        make: Whether to make the file, if it is not there.
+
+    Returns:
+        The descriptor. None: others hold it, or the file has lost its name meanwhile,
+        so that this is the lock of nothing.
 
     Raises:
-        OSError: It is in use, or has no lock.
+        OSError: There is no such file, or it cannot be locked.
     """
-    lock = os.path.join(path, "lock")
-    fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if make:
+        fd = open_private(path, os.O_RDWR)
+    else:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    held = False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.lstat(lock)):
-            remove_files(path)
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+        held = is_current(fd, path)
+    except BlockingIOError:
+        pass
+    finally:
+        if not held:
+            os.close(fd)
+    return fd if held else None
+
+
+def is_current(fd: int, path: str) -> bool:
+    """Whether an open file still is the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def remove_if_deserted(path: str) -> None:
+    """Remove a directory, unless somebody holds the lock in it.
+
+    Raises:
+        OSError: It has no lock, or cannot be removed.
+    """
+    fd = hold_lock(os.path.join(path, "lock"), fcntl.LOCK_EX, make=False)
+    if fd is None:
+        return
+    try:
+        remove_files(path)
     finally:
         os.close(fd)
     os.rmdir(path)
@@ -204,7 +242,7 @@ def sweep_sockets(base: str) -> None:
         if not name.startswith(_sockets_prefix()):
             continue
         path = os.path.join(base, name)
-        with contextlib.suppress(OSError):  # in use
+        with contextlib.suppress(OSError):  # what is left is the next one's to remove
             try:
                 remove_if_deserted(path)
             except FileNotFoundError:  # left before it was locked; else not empty

@@ -19,7 +19,6 @@ from nng_links import nng_runs
 
 import mq
 from mq import paths, process
-from mq.stream import files
 from mq.stream.files import SocketFiles
 
 __all__ = ["nng_runs", "runtime"]  # fixtures
@@ -150,15 +149,16 @@ def test_a_directory_that_is_swept_before_it_is_locked_is_made_anew(
 ) -> None:
     """A sweeper cannot tell it from one that a process left at its end."""
     swept: list[Path] = []
+    flock = fcntl.flock
 
     def lock(fd: int, operation: int) -> None:
         if not swept:
             swept.extend(_left(runtime))
             paths.remove_files(str(swept[0]))
             swept[0].rmdir()
-        fcntl.flock(fd, operation)
+        flock(fd, operation)
 
-    monkeypatch.setattr(files, "flock", lock)
+    monkeypatch.setattr(fcntl, "flock", lock)
     socket_files = SocketFiles("test")
     path = Path(socket_files.new(None))
     assert path.parent.exists()
@@ -174,7 +174,7 @@ def test_where_files_cannot_be_locked_nothing_is_left(
     def refuse(fd: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(files, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     _come_and_go()
     assert not list(runtime.iterdir())
     assert "would stay if this process was killed" in caplog.text

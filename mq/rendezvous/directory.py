@@ -141,31 +141,20 @@ class DirectoryStore(CellStore[_File]):
             pause.wait(0.005)  # flock has no time-out
 
     def _try_lock(self) -> bool:
-        fd = paths.open_private(self._file("lock"), os.O_RDWR)
+        lock = self._file("lock")
         try:
+            fd = paths.hold_lock(lock, fcntl.LOCK_SH)
             self._has_locks = True
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError as error:
-                if isinstance(error, BlockingIOError):
-                    return False
-                if error.errno not in _NO_LOCKS:
-                    raise
-                self._has_locks = False
-            if not self._is_current(fd):
-                return False
-            old, self._lock_fd = self._lock_fd, fd
-            fd = -1 if old is None else old
-            return True
-        finally:
-            if fd >= 0:
-                os.close(fd)
-
-    def _is_current(self, fd: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(fd), os.lstat(self._file("lock")))
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            fd = paths.open_private(lock, os.O_RDWR)
+            self._has_locks = False
+        if fd is None:
             return False
+        self.abandon()  # that of a file which somebody has removed
+        self._lock_fd = fd
+        return True
 
     def _share_key(self, key: bytes | None) -> bytes:
         """The directory's key, which is `key` or a new one if there was none."""
@@ -184,7 +173,7 @@ class DirectoryStore(CellStore[_File]):
         """Come back if somebody, such as a cleaner of /tmp, removed the directory."""
         if self._closed or self._lock_fd is None:
             raise PeerLost(f"the rendezvous in {self.path} is closed", self.path)
-        if not self._is_current(self._lock_fd):
+        if not paths.is_current(self._lock_fd, self._file("lock")):
             self._enter()
             self._parsed.clear()  # generations begin anew
         if self._share_key(self.secret) != self.secret:
@@ -212,7 +201,7 @@ class DirectoryStore(CellStore[_File]):
                     os.rmdir(self._base)
 
     def _is_last(self, fd: int) -> bool:
-        if not self._has_locks or not self._is_current(fd):
+        if not self._has_locks or not paths.is_current(fd, self._file("lock")):
             return False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -228,7 +217,7 @@ class DirectoryStore(CellStore[_File]):
             if name.startswith(paths.SOCKETS):
                 continue
             path = os.path.join(self._base, name)
-            with contextlib.suppress(OSError):  # in use, or no directory of a group
+            with contextlib.suppress(OSError):  # it is no directory of a group
                 age = time.time() - os.lstat(os.path.join(path, "lock")).st_mtime
                 if path != self.path and age > SWEEP_SECONDS:
                     paths.remove_if_deserted(path)

@@ -8,7 +8,7 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Sequence
-from fcntl import LOCK_NB, LOCK_SH, flock
+from fcntl import LOCK_SH
 from typing import Final
 
 from mq import forks, paths
@@ -86,7 +86,7 @@ class SocketFiles:
             base = paths.local_base()
             for _ in range(_ATTEMPTS):
                 paths.make_private(base, shared=False)
-                with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                with contextlib.suppress(FileNotFoundError):
                     paths.sweep_sockets(base)
                     if self._lock_directory(base):
                         return
@@ -108,27 +108,16 @@ class SocketFiles:
         path = os.path.join(base, paths.new_sockets_name())
         paths.make_private(path, shared=False)
         try:
-            return self._lock(base, path)
-        except (FileNotFoundError, BlockingIOError):
-            raise
+            fd = paths.hold_lock(os.path.join(path, "lock"), LOCK_SH)
+        except FileNotFoundError:
+            fd = None
         except OSError:  # such as of a file system without locks: nobody sweeps there
             _remove(path, base)
             raise
-
-    def _lock(self, base: str, path: str) -> bool:
-        lock = os.path.join(path, "lock")
-        fd = paths.open_private(lock, os.O_RDWR)
-        try:
-            flock(fd, LOCK_SH | LOCK_NB)
-            # Else a sweeper was quicker, which saw nobody's lock on it.
-            if os.path.samestat(os.fstat(fd), os.lstat(lock)):
-                self._own_directory, self._base = path, base
-                self._lock_fd, fd = fd, -1
-                return True
+        if fd is None:  # a sweeper was quicker, which saw nobody's lock on it
             return False
-        finally:
-            if fd >= 0:
-                os.close(fd)
+        self._own_directory, self._base, self._lock_fd = path, base, fd
+        return True
 
     def add(self, path: str) -> None:
         """A socket of the link is bound there, to which its owner may connect."""
