@@ -96,13 +96,14 @@ def check_shared(path: str) -> None:
     )
 
 
-def make_private(path: str, *, shared: bool) -> None:
+def make_private(path: str, what: str, *, shared: bool) -> None:
     """Make a directory only this user can enter, or check that it is one.
 
     One that a umask has closed to this user, too, is opened.
 
     Args:
         path: The directory.
+        what: It is, in words.
         shared: Whether it is in one that was given, for members of several hosts.
 
     Raises:
@@ -131,9 +132,7 @@ def make_private(path: str, *, shared: bool) -> None:
     remedy = "set XDG_RUNTIME_DIR or TMPDIR to a directory of your own"
     if shared:
         remedy = "give the members of one user a file:// directory of their own"
-    raise TransportUnavailable(
-        f"the rendezvous directory {path} {problem}; remove it, or {remedy}"
-    )
+    raise TransportUnavailable(f"the {what} {path} {problem}; remove it, or {remedy}")
 
 
 def _open_to_owner(path: str, found: os.stat_result) -> bool:

@@ -203,7 +203,7 @@ def test_a_base_that_cannot_be_trusted_is_done_without(
         path = Path(socket_files.new(None))
     assert path.parent.parent == runtime
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert "is open to others" in caplog.text
+    assert f"the directory for socket files {base} is open to others" in caplog.text
     path.touch()
     socket_files.add(str(path))
     socket_files.remove()

@@ -47,6 +47,7 @@ FREE_SECONDS: Final = 10.0
 SWEEP_SECONDS: Final = 3600.0
 """After this long, any member removes groups of the killed."""
 
+_NOUN: Final = "rendezvous directory"
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -125,9 +126,9 @@ class DirectoryStore(CellStore[_File]):
             if self._shared:
                 paths.check_shared(self._base)
             else:
-                paths.make_private(self._base, shared=False)
+                paths.make_private(self._base, _NOUN, shared=False)
             try:
-                paths.make_private(self.path, shared=self._shared)
+                paths.make_private(self.path, _NOUN, shared=self._shared)
                 if self._try_lock():
                     return
             except FileNotFoundError as error:  # the last member just left
@@ -360,7 +361,7 @@ class DirectoryStore(CellStore[_File]):
                 remedy = "check its file system's space and permissions"
                 remedy = out_of_descriptors(error) or remedy
                 raise PeerLost(
-                    f"the rendezvous directory {self.path} failed: {error}; {remedy}",
+                    f"the {_NOUN} {self.path} failed: {error}; {remedy}",
                     self.path,
                 ) from error
 

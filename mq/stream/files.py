@@ -17,6 +17,7 @@ from mq.log import Log
 
 logger = Log(__name__)
 
+_NOUN: Final = "directory for socket files"
 _TOKEN_BYTES: Final = 6
 _ATTEMPTS: Final = 100  # each fails only if another process sweeps or leaves just then
 
@@ -85,7 +86,7 @@ class SocketFiles:
         try:
             base = paths.local_base()
             for _ in range(_ATTEMPTS):
-                paths.make_private(base, shared=False)
+                paths.make_private(base, _NOUN, shared=False)
                 with contextlib.suppress(FileNotFoundError):
                     paths.sweep_sockets(base)
                     if self._lock_directory(base):
@@ -97,7 +98,8 @@ class SocketFiles:
             self._own_directory = tempfile.mkdtemp(prefix="mq-")
         except OSError as error:
             raise TransportUnavailable(f"no socket files: {problem}") from error
-        paths.make_private(self._own_directory, shared=False)  # whatever the umask is
+        # Whatever the umask is.
+        paths.make_private(self._own_directory, _NOUN, shared=False)
         logger.warning(
             "socket files are in %s, which would stay if this process was killed: %s",
             self._own_directory,
@@ -106,7 +108,7 @@ class SocketFiles:
 
     def _lock_directory(self, base: str) -> bool:
         path = os.path.join(base, paths.new_sockets_name())
-        paths.make_private(path, shared=False)
+        paths.make_private(path, _NOUN, shared=False)
         try:
             fd = paths.hold_lock(os.path.join(path, "lock"), LOCK_SH)
         except FileNotFoundError:
