@@ -294,8 +294,7 @@ class ShmLink(StreamLink):
         except OSError as error:
             told = f"cannot listen on {_SCHEME}{path}: {error}"
             raise OSError(error.errno or errno.EINVAL, told) from error
-        self._files.add(path)
-        os.chmod(path, 0o600)
+        self._files.add(path, 0o600)
         return sock, _SCHEME + path
 
     def targets(self, address: str) -> Sequence[tuple[int, Any]]:

@@ -121,12 +121,18 @@ class SocketFiles:
         self._own_directory, self._base, self._lock_fd = path, base, fd
         return True
 
-    def add(self, path: str) -> None:
-        """A socket of the link is bound there, to which its owner may connect."""
+    def add(self, path: str, mode: int | None = None) -> None:
+        """A socket of the link is bound there, to which its owner may connect.
+
+        Args:
+            path: Its file.
+            mode: What that is to have; None: what the umask leaves to others, too.
+        """
         self._paths.append(path)
-        mode = stat.S_IMODE(os.stat(path).st_mode)
-        if mode & 0o600 != 0o600:  # so the umask is
-            os.chmod(path, mode | 0o600)
+        found = stat.S_IMODE(os.stat(path).st_mode)
+        wanted = found | 0o600 if mode is None else mode
+        if wanted != found:
+            os.chmod(path, wanted)
 
     def remove(self) -> None:
         """Remove them all, as far as they are there, and the directory made for them.
