@@ -80,8 +80,6 @@ class Service:
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = format_address(*listener.getsockname()[:2])
-        self.rejected = 0
-        """Connections dropped because of what they sent, or did not send in time."""
         self._listener = listener
         self._secret = secret
         self._settled_at = time.monotonic() + (HAND_OVER_SECONDS if succeeds else 0.0)
@@ -307,7 +305,6 @@ class Service:
         self._drop(connection)
 
     def _note(self, connection: _Connection, reason: str) -> None:
-        self.rejected += 1
         host = connection.address.rpartition(":")[0]
         self._warn(
             f"{host} {reason}",
