@@ -11,7 +11,7 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 SOCKET_PATH_BYTES = 107
@@ -253,6 +253,25 @@ def absolute(address: str) -> str:
     if not os.path.isabs(path):
         path = os.path.join(os.getcwd(), path)
     return f"{scheme}://{path}"
+
+
+@contextlib.contextmanager
+def listening(address: str, failure: type[Exception] = OSError) -> Iterator[None]:
+    """Have the error of what cannot be listened on name the address.
+
+    Args:
+        address: As the user gave it.
+        failure: What an engine raises in place of OSError.
+
+    Raises:
+        OSError: It cannot be listened on.
+    """
+    try:
+        yield
+    except (OSError, failure) as error:
+        # Of a name that cannot be looked up there is none, nor of some engines'.
+        number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
+        raise OSError(number, f"cannot listen on {address}: {error}") from error
 
 
 def check_socket_path(path: str) -> None:

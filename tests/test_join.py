@@ -202,6 +202,24 @@ def test_a_name_that_is_no_host_to_listen_on_is_named(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [*EVERYWHERE, "torchrpc"])
+def test_a_port_on_which_somebody_listens_is_named_as_it_was_given(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the variable that gave it, whatever the engine calls the host."""
+    address, options = EVERYWHERE.get(backend, ("torchrpc://h:0", {}))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        at = f"127.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("MQ_LISTEN", f"tcp://{at}")
+        elsewhere = f"{address.partition(':')[0]}://{at}"
+
+        told = f"MQ_LISTEN: cannot listen on {re.escape(elsewhere)}: "
+        with pytest.raises(OSError, match=told) as caught:
+            mq.connect(backend, group="g", **options)
+
+    assert caught.value.errno == errno.EADDRINUSE
+
+
+@pytest.mark.parametrize("backend", [*EVERYWHERE, "torchrpc"])
 def test_an_address_of_tcp_is_taken_by_whatever_goes_over_it(backend: str) -> None:
     """So that who names addresses changes nothing but the backend."""
     _, options = EVERYWHERE.get(backend, ("", {}))

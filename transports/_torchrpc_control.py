@@ -275,11 +275,7 @@ def unconnected(host: str) -> Control:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listener that never waits.
-
-    Raises:
-        OSError: Its text names the address.
-    """
+    """A listener that never waits."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -287,10 +283,6 @@ def listen(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
         sock.listen(1024)
         sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        number = error.errno or errno.EINVAL
-        raise OSError(number, f"cannot listen on {host}:{port}: {error}") from error
     except BaseException:
         sock.close()
         raise

@@ -58,11 +58,7 @@ class Sockets:
         forks.register(self)
 
     def listen(self, host: str, port: int) -> int:
-        """Listen on an address; its port.
-
-        Raises:
-            OSError: Its text names the address.
-        """
+        """Listen on an address; its port."""
         sock = control.listen(host, port)
         self._listeners[sock.fileno()] = sock
         self.epoll.register(sock.fileno(), select.EPOLLIN)

@@ -13,7 +13,6 @@ message of either end, and bye, the last of the end that closes.
 
 from __future__ import annotations
 
-import errno
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -99,11 +98,8 @@ class NngLink(Listening[NngConn]):
             address = f"ipc://{self._files.new(directory)}"
         address = addresses.absolute(address)
         wire, _, rest = address.partition("://")
-        try:
+        with addresses.listening(address):
             sock = bound_unix(rest) if wire == "ipc" else bound_tcp(address)
-        except OSError as error:
-            number = error.errno or errno.EINVAL
-            raise OSError(number, f"cannot listen on {address}: {error}") from error
         if wire == "ipc":
             self._files.add(rest)
         sock.setblocking(False)

@@ -5,7 +5,6 @@ Connections are NNG's TLS streams, not sockets of its patterns: see `_nng_tls`.
 
 from __future__ import annotations
 
-import errno
 import socket
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -77,14 +76,9 @@ class NngTlsLink(NngLink):
     def _listen(self, address: str, directory: str | None) -> str:
         assert self._tls is not None
         host, port = addresses.split(address)
-        try:
+        with addresses.listening(address):
             numeric = addresses.numeric_host("0.0.0.0" if host == "*" else host)
             listener = Listener(f"{_SCHEME}://{numeric}:{port}", self._tls.server)
-        except OSError as error:
-            raise OSError(
-                error.errno or errno.EADDRNOTAVAIL,
-                f"cannot listen on {address}: {error}",
-            ) from error
         self._hear(listener)
         return f"{_SCHEME}://{addresses.reachable_host(host)}:{listener.port}"
 

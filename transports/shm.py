@@ -289,11 +289,8 @@ class ShmLink(StreamLink):
             if address
             else self._files.new(directory)
         )
-        try:
+        with addresses.listening(_SCHEME + path):
             sock = bound_unix(path)
-        except OSError as error:
-            told = f"cannot listen on {_SCHEME}{path}: {error}"
-            raise OSError(error.errno or errno.EINVAL, told) from error
         self._files.add(path, 0o600)
         return sock, _SCHEME + path
 

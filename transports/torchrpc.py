@@ -181,7 +181,8 @@ class TorchRpcLink(Link):
 
     def _listen(self, address: str) -> str:
         host, port, _ = net.split(address)
-        port = self._sockets.listen(host if host != "*" else "0.0.0.0", port)
+        with addresses.listening(address):
+            port = self._sockets.listen(host if host != "*" else "0.0.0.0", port)
         host = addresses.reachable_host(addresses.bracketed(host))
         return f"{net.SCHEME}{host}:{port}/{self._id}"
 

@@ -11,7 +11,6 @@ interval, however, it drops what arrived before the break. Hence an interval of 
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import secrets
@@ -195,21 +194,14 @@ class ZmqLink(Link):
             address = f"ipc://{self._files.new(directory)}"
         address = addresses.absolute(address)
         wire, _, rest = address.partition("://")
-        try:
+        with addresses.listening(address, zmq.ZMQError):
             if wire == "ipc":
                 addresses.check_socket_path(rest)
             else:
                 host, port = addresses.split(address)
                 address = f"tcp://{addresses.numeric_host(host)}:{port or '*'}"
-        except OSError as error:
-            number = error.errno or errno.EINVAL
-            raise OSError(number, f"cannot listen on {address}: {error}") from error
-        sock.setsockopt(zmq.IPV6, int("[" in address))
-        try:
+            sock.setsockopt(zmq.IPV6, int("[" in address))
             sock.bind(address)
-        except zmq.ZMQError as error:
-            number = error.errno or errno.EINVAL
-            raise OSError(number, f"cannot listen on {address}: {error}") from error
         if wire == "ipc":
             self._files.add(rest)
         self.watch()  # the descriptor that listens, for a child that is forked now

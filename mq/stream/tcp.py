@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import socket
 import struct
@@ -44,11 +43,8 @@ class TcpStreamLink(StreamLink):
         return self.rank(self.listen(poller, wanted, directory), same_host=True)
 
     def bind(self, address: str, directory: str | None) -> tuple[socket.socket, str]:
-        try:
+        with addresses.listening(address):
             sock = bound_tcp(address)
-        except OSError as error:
-            number = error.errno or errno.EADDRNOTAVAIL
-            raise OSError(number, f"cannot listen on {address}: {error}") from error
         host = addresses.reachable_host(addresses.split(address)[0])
         return sock, f"{self.scheme}://{host}:{sock.getsockname()[1]}"
 
