@@ -22,6 +22,8 @@ from mq.stream.names import Names
 from mq.testing.link_world import PATIENCE, MakeLink, Member, World
 from mq.testing.waiting import wait_until
 from mq.transport import What
+from transports import _torchrpc_control as control
+from transports._torchrpc_sockets import Sockets
 from transports.tcp import TcpLink
 from transports.tls import TlsLink
 from transports.torchrpc import TorchRpcLink
@@ -204,6 +206,30 @@ def test_torchrpc_dials_the_address_after_one_that_is_silent(
             conn = dialler.link.dial(f"torchrpc://{NAME}:{port}")
             listener.accept()[0].close()
         world.lost(0, conn)
+
+
+def test_torchrpc_dials_the_next_address_whoever_else_is_at_the_first(
+    resolver: Resolver,
+) -> None:
+    """A member at another port answers for that port alone."""
+    resolver.hosts = ["127.0.0.2", "127.0.0.3"]
+    link: Any = None  # nobody says anything
+    conn: Any = None
+    with (
+        socket.create_server(("127.0.0.2", 0)) as other,
+        socket.create_server(("127.0.0.3", 0)) as listener,
+        contextlib.closing(Sockets(link, PATIENCE)) as sockets,
+    ):
+        met, silent, last = (control.unconnected(NAME) for _ in range(3))
+        sockets.dial(met, conn, NAME, other.getsockname()[1])
+        sockets.know(met, conn)
+        listener.settimeout(PATIENCE)
+        port = listener.getsockname()[1]
+        with silence(port):
+            sockets.dial(silent, conn, NAME, port)
+            sockets.forget(silent)
+            sockets.dial(last, conn, NAME, port)
+            listener.accept()[0].close()
 
 
 def test_zmq_dials_whichever_address_is_listened_on(resolver: Resolver) -> None:

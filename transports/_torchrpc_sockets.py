@@ -53,8 +53,8 @@ class Sockets:
         self._complaint = Complaint()
         self._controls: dict[int, Control] = {}
         self._names = Names()
-        self._tried: dict[int, tuple[str, str]] = {}  # a host, and which address of it
-        self._met: dict[int, tuple[str, str]] = {}  # the same, where one has greeted
+        self._tried: dict[int, tuple[str, Any]] = {}  # a host, and a target of it
+        self._met: dict[int, Any] = {}  # the target, where one has greeted
         forks.register(self)
 
     def listen(self, host: str, port: int) -> int:
@@ -80,7 +80,7 @@ class Sockets:
             self._names.failed(host, at[0])
             raise
         self.add(sock, conn)
-        self._tried[sock.fd] = host, at[0]
+        self._tried[sock.fd] = host, at
 
     def add(self, sock: Control, conn: RpcConn | None = None) -> None:
         """Watch a socket that must greet; `conn`: the connection that dialled it."""
@@ -95,7 +95,7 @@ class Sockets:
     def know(self, sock: Control, conn: RpcConn) -> None:
         """A stranger has greeted, and is the peer of this connection."""
         if tried := self._tried.pop(sock.fd, None):
-            self._met[sock.fd] = tried
+            self._met[sock.fd] = tried[1]
         self.strangers.pop(sock.fd, None)
         self.conns[sock.fd] = conn
 
@@ -189,10 +189,8 @@ class Sockets:
             self.conns.pop(sock.fd, None)
             self.epoll.unregister(sock.fd)
             self._met.pop(sock.fd, None)
-            tried = self._tried.pop(sock.fd, None)
-            # Unless another stands there: this dial was begun beside that.
-            if tried is not None and tried not in self._met.values():
-                self._names.failed(*tried)
+            if tried := self._tried.pop(sock.fd, None):
+                self._names.unanswered(*tried, self._met.values())
         sock.close()
 
     def close(self) -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from mq import addresses
 from mq.stream.sockets import is_within_host, quiet_seconds
 from mq.transport import (
     CHUNK_BYTES,
@@ -306,13 +307,19 @@ class Dialled(ZmqConn):
     """The dialling end: a DEALER of its own, so that close and loss are its alone.
 
     Attributes:
-        endpoint: What the engine dials for its address, without a name.
+        target: The socket address that is dialled; None: it is that of a file.
+        endpoint: The same as the engine takes it; a name would hold up its only thread.
         opened: Whether the peer's engine has answered, which was reported.
     """
 
-    def __init__(self, port: Port, address: str, name: bytes, endpoint: str) -> None:
+    def __init__(self, port: Port, address: str, name: bytes, target: Any) -> None:
         super().__init__(port, address)
-        self.endpoint = endpoint
+        self.target = target
+        self.endpoint = address
+        if target is not None:
+            zone = f"%{target[3]}" if any(target[3:]) else ""
+            host = addresses.bracketed(target[0] + zone)
+            self.endpoint = f"tcp://{host}:{target[1]}"
         port.report = self._report
         self._name = name
         self._opening = False

@@ -17,7 +17,7 @@ import secrets
 import select
 import struct
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import zmq
 
@@ -216,23 +216,23 @@ class ZmqLink(Link):
         addresses.check(address, self._wires, "zmq")
         name = secrets.token_bytes(16)
         try:
-            endpoint = self._endpoint(address)
+            target = self._target(address)
             sock = self._socket(zmq.DEALER, name)
         except (zmq.ZMQError, OSError) as error:  # no such host, or out of descriptors
             nobody = Accepted(self._router, name, address, -1)
             self._router.accepted[name] = nobody
             nobody.fail(f"cannot dial {address}: {error}", finished=True)
             return nobody
-        conn = self.dialled[name] = Dialled(Port(self, sock), address, name, endpoint)
+        conn = self.dialled[name] = Dialled(Port(self, sock), address, name, target)
         sock.setsockopt(zmq.ROUTING_ID, name)
         sock.setsockopt(zmq.PROBE_ROUTER, 1)
         sock.setsockopt(zmq.RECONNECT_IVL, _DAY_MS)
         sock.setsockopt(zmq.CONNECT_TIMEOUT, _HANDSHAKE_MS)
-        sock.setsockopt(zmq.IPV6, int("[" in endpoint))
+        sock.setsockopt(zmq.IPV6, int("[" in conn.endpoint))
         self._remember(conn.port)
         go_on = functools.partial(self._connect, conn)
         try:
-            asked = self._doors.ask(conn.port, endpoint, go_on)
+            asked = self._doors.ask(conn.port, conn.endpoint, go_on)
         except OSError as error:
             conn.fail(f"cannot dial {address}: {error}", finished=True)
         else:
@@ -251,29 +251,22 @@ class ZmqLink(Link):
         except zmq.ZMQError as error:
             conn.fail(f"cannot dial {conn.address}: {error}", finished=True)
 
-    def _endpoint(self, address: str) -> str:
-        """An address without a name, which would hold up the engine's only thread.
+    def _target(self, address: str) -> Any:
+        """The socket address to dial; None: the path of a file.
 
         Raises:
             OSError: The host is unknown, or is still being looked up.
         """
         if address.startswith("ipc"):
-            return address
-        _, at = self._names.targets(*addresses.split(address))[0]
-        zone = f"%{at[3]}" if any(at[3:]) else ""
-        return f"tcp://{addresses.bracketed(at[0] + zone)}:{at[1]}"
+            return None
+        return self._names.targets(*addresses.split(address))[0][1]
 
     def unanswered(self, conn: Dialled) -> None:
-        """A dial has ended without a connection: another address of a name is next.
-
-        Unless another stands there: this dial was begun beside that.
-        """
-        if not conn.address.startswith("ipc") and not any(
-            other.opened and other.endpoint == conn.endpoint
-            for other in self.dialled.values()
-        ):
-            number = addresses.split(conn.endpoint)[0].strip("[]").partition("%")[0]
-            self._names.failed(addresses.split(conn.address)[0], number)
+        """A dial has ended without a connection."""
+        if conn.target is not None:
+            host = addresses.split(conn.address)[0]
+            standing = (c.target for c in self.dialled.values() if c.opened)
+            self._names.unanswered(host, conn.target, standing)
 
     def watch(self) -> None:
         """Hand on what the monitors of all sockets reported until now."""

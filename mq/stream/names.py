@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from mq import addresses
@@ -63,6 +63,19 @@ class Names:
         except OSError:
             found = self._find(host)
         return [(family, (at[0], port, *at[2:])) for family, at in found]
+
+    def unanswered(self, host: str, target: Any, standing: Iterable[Any]) -> None:
+        """A dial has ended without a connection: another address of a name is next.
+
+        Unless a connection there stands: this dial was begun beside that.
+
+        Args:
+            host: As `targets` was asked for it.
+            target: The socket address that was dialled.
+            standing: Those of the connections that were dialled and stand.
+        """
+        if target not in standing:
+            self.failed(host, target[0])
 
     def failed(self, host: str, number: str) -> None:
         """Try an address of a name last: it did not answer.

@@ -54,9 +54,9 @@ class TcpStreamLink(StreamLink):
 
     def forget(self, conn: StreamConn) -> None:
         if conn.news is What.OPENED and conn.target and conn in self.conns:
-            # Unless another stands there: this dial was begun beside that.
-            if not any(c.news is None and c.target == conn.target for c in self.conns):
-                self._names.failed(addresses.split(conn.address)[0], conn.target[0])
+            host = addresses.split(conn.address)[0]
+            standing = (c.target for c in self.conns if c.news is None)
+            self._names.unanswered(host, conn.target, standing)
         super().forget(conn)
 
     def name_peer(self, peer: Any) -> str:
