@@ -22,7 +22,7 @@ from pynng import lib
 
 from mq import addresses, options
 from mq.mesh.poller import Poller
-from mq.stream.files import SocketFiles
+from mq.stream.files import SocketFiles, checked_wires
 from mq.stream.listening import Listening
 from mq.stream.names import Names
 from mq.stream.sockets import bound_tcp, bound_unix, unpace
@@ -59,13 +59,11 @@ class NngLink(Listening[NngConn]):
     def __init__(
         self, *, wires: Sequence[str] = ("ipc", "tcp"), depth: int = 8
     ) -> None:
-        if not wires or not set(wires) <= {"ipc", "tcp"}:
-            raise ValueError(f"wires are 'ipc', 'tcp' or both, not {wires!r}")
         depth = options.whole("depth", depth, 1, 8192)
         super().__init__()
         self.freeing: list[Channel] = []
         self._names = Names()
-        self._wires = tuple(wires)
+        self._wires = checked_wires(wires)
         self._depth = depth
         self._files = SocketFiles("nng")
 
@@ -78,25 +76,20 @@ class NngLink(Listening[NngConn]):
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
     ) -> list[str]:
-        for address in listen:
-            if address != "ipc" or "ipc" not in self._wires:
-                addresses.check(address, self._wires, "nng")
+        self._files.check(listen, self._wires)
         engine.use()
         engine.links += 1
         self._is_open = True
         self._begin_watching(poller)
         try:
-            wanted = listen or self._files.usual(self._wires, directory)
-            bound = [self._listen(address, directory) for address in wanted]
+            wanted = self._files.wanted(listen, self._wires, directory)
+            bound = [self._listen(address) for address in wanted]
         except BaseException:
             self.close()
             raise
         return self.rank(bound, same_host=True)
 
-    def _listen(self, address: str, directory: str | None) -> str:
-        if address == "ipc":
-            address = f"ipc://{self._files.new(directory)}"
-        address = addresses.absolute(address)
+    def _listen(self, address: str) -> str:
         wire, _, rest = address.partition("://")
         with addresses.listening(address):
             sock = bound_unix(rest) if wire == "ipc" else bound_tcp(address)

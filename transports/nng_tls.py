@@ -60,8 +60,7 @@ class NngTlsLink(NngLink):
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
     ) -> list[str]:
-        for address in listen:
-            addresses.check(address, self._wires, "nng")
+        self._files.check(listen, self._wires)
         check_dates("nng:tls", self._paths)  # NNG would not say which file is wrong
         engine.use()
         # Not in `unusable`: even this question starts NNG, which forks do not survive.
@@ -73,7 +72,7 @@ class NngTlsLink(NngLink):
         self._tls = TlsOptions(self._paths, self._server_name)
         return super().open(poller, listen, directory)
 
-    def _listen(self, address: str, directory: str | None) -> str:
+    def _listen(self, address: str) -> str:
         assert self._tls is not None
         host, port = addresses.split(address)
         with addresses.listening(address):

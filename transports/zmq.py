@@ -25,7 +25,7 @@ from mq import addresses, options
 from mq.descriptors import free_descriptors
 from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
-from mq.stream.files import SocketFiles
+from mq.stream.files import SocketFiles, checked_wires
 from mq.stream.names import Names
 from mq.stream.sockets import inode, unpace
 from mq.threads import check_threads
@@ -82,8 +82,6 @@ class ZmqLink(Link):
         hwm: int = 16,
         io_threads: int = 1,
     ) -> None:
-        if not wires or not set(wires) <= {"ipc", "tcp"}:
-            raise ValueError(f"wires are 'ipc', 'tcp' or both, not {wires!r}")
         self.hwm = options.whole("hwm", hwm, 2, 1 << 20)
         self.malformed = 0
         self._silent: set[int] = set()
@@ -92,7 +90,7 @@ class ZmqLink(Link):
         self.dialled: dict[bytes, Dialled] = {}
         self.descriptors: dict[tuple[bytes, int], int] = {}
         self._names = Names()
-        self._wires = tuple(wires)
+        self._wires = checked_wires(wires)
         self._io_threads = options.whole("io_threads", io_threads, 1, 64)
         self._ports: dict[int, Port] = {}
         self._files = SocketFiles("zmq")
@@ -102,9 +100,7 @@ class ZmqLink(Link):
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
     ) -> list[str]:
-        for address in listen:
-            if address != "ipc" or "ipc" not in self._wires:
-                addresses.check(address, self._wires, "zmq")
+        self._files.check(listen, self._wires)
         self._poller = poller
         self._check_descriptors()
         # Its context, and another for pyzmq's thread, each with one to clean up.
@@ -118,8 +114,8 @@ class ZmqLink(Link):
         try:
             collector.use(self)
             self._start()
-            wanted = listen or self._files.usual(self._wires, directory)
-            bound = [self._listen(address, directory) for address in wanted]
+            wanted = self._files.wanted(listen, self._wires, directory)
+            bound = [self._listen(address) for address in wanted]
         except zmq.ZMQError as error:
             self.close()
             raise OSError(error.errno, f"ZeroMQ cannot start: {error}") from error
@@ -188,11 +184,8 @@ class ZmqLink(Link):
         if self._ports.get(port.fd) is port:
             self.busy[port] = None
 
-    def _listen(self, address: str, directory: str | None) -> str:
+    def _listen(self, address: str) -> str:
         sock = self._router.port.socket
-        if address == "ipc":
-            address = f"ipc://{self._files.new(directory)}"
-        address = addresses.absolute(address)
         wire, _, rest = address.partition("://")
         with addresses.listening(address, zmq.ZMQError):
             if wire == "ipc":

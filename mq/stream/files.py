@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fcntl import LOCK_SH
 from typing import Final
 
-from mq import forks, paths
+from mq import addresses, forks, paths
 from mq.errors import TransportUnavailable
 from mq.log import Log
 
@@ -22,29 +22,67 @@ _TOKEN_BYTES: Final = 6
 _ATTEMPTS: Final = 100  # each fails only if another process sweeps or leaves just then
 
 
+def checked_wires(wires: Sequence[str]) -> tuple[str, ...]:
+    """The wires of a link that was told which it has, best first.
+
+    Raises:
+        ValueError: They are others than ``ipc`` and ``tcp``, or none.
+    """
+    if not wires or not set(wires) <= {"ipc", "tcp"}:
+        raise ValueError(f"wires are 'ipc', 'tcp' or both, not {wires!r}")
+    return tuple(wires)
+
+
 class SocketFiles:
     """The files of the sockets on which one link listens.
 
     Args:
-        suffix: Of their names, which tells people what they are of.
+        engine: What listens, which their names end with.
     """
 
-    def __init__(self, suffix: str) -> None:
-        self._suffix = suffix
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
         self._paths: list[str] = []
         self._own_directory = ""
         self._base = ""
         self._lock_fd: int | None = None
         forks.register(self)
 
-    def usual(self, wires: Sequence[str], directory: str | None) -> list[str]:
-        """What a link of these wires listens on if it is told nothing.
+    def check(self, listen: Sequence[str], wires: Sequence[str]) -> None:
+        """Refuse what a link of these wires cannot listen on.
 
-        Without a place for the file of ``ipc`` that is the other wires, if any.
+        A mere "ipc" is a new file.
 
         Raises:
-            TransportUnavailable: There are no others.
+            ValueError: An address is of another scheme, or malformed.
         """
+        for address in listen:
+            if address != "ipc" or "ipc" not in wires:
+                addresses.check(address, wires, self._engine)
+
+    def wanted(
+        self, listen: Sequence[str], wires: Sequence[str], directory: str | None
+    ) -> list[str]:
+        """What a link of these wires listens on, with the whole paths of files.
+
+        Args:
+            listen: What `check` has let pass; empty: each of its wires. Without a
+                place for the file of ``ipc`` that is the other wires, if any.
+            wires: Best first.
+            directory: As for `new`.
+
+        Raises:
+            TransportUnavailable: There is no place for a file, and no other wire.
+            ValueError: No socket file can have such a path.
+        """
+        return [
+            addresses.absolute(
+                f"ipc://{self.new(directory)}" if address == "ipc" else address
+            )
+            for address in listen or self._usual(wires, directory)
+        ]
+
+    def _usual(self, wires: Sequence[str], directory: str | None) -> list[str]:
         found = []
         for wire in wires:
             if wire != "ipc":
@@ -78,7 +116,7 @@ class SocketFiles:
                 f"no socket files in {directory!r}, which cannot be printed; set "
                 "XDG_RUNTIME_DIR or TMPDIR to another directory"
             )
-        name = f"{secrets.token_hex(_TOKEN_BYTES)}.{self._suffix}"
+        name = f"{secrets.token_hex(_TOKEN_BYTES)}.{self._engine}"
         return os.path.join(directory, name)
 
     def _make_directory(self) -> None:
