@@ -47,6 +47,7 @@ class AutoLink(Link):
         self._links = links
         self.scheme = links[-1].scheme
         self.mixes = len(links) > 1
+        self.engine_threads = sum(link.engine_threads for link in links)
         self.lender = links[0].lender
         self.chunk_bytes = min(link.chunk_bytes for link in links)
         self.max_ahead = min(link.max_ahead for link in links)

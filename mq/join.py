@@ -23,7 +23,7 @@ from mq.mesh.driver import Driver
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 from mq.settings import told
-from mq.threads import check_threads
+from mq.threads import QUEUE_THREADS, check_threads
 from mq.transport import LINGER_SECONDS
 
 if TYPE_CHECKING:
@@ -182,7 +182,6 @@ def join(
     deadline = time.monotonic() + settings.connect_timeout
     check_patches()
     check_descriptors()
-    check_threads("a queue")
     link = _link(settings, options)
     settings = _of_scheme(settings, link.scheme)
     meeting: Rendezvous | None = None
@@ -228,6 +227,8 @@ def _link(settings: Settings, options: dict[str, object]) -> Link:
     """What the member is to travel by, not open yet."""
     with told(settings.sources["backend"], f"transport {settings.backend!r}"):
         link = registry.create(settings.backend, options)
+    needed = QUEUE_THREADS + link.engine_threads
+    check_threads(f"a queue over {settings.backend!r}", needed)
     forks.register(link)
     link.insecure = settings.insecure
     link.member_name = settings.name

@@ -9,21 +9,20 @@ from mq.errors import TransportUnavailable
 
 _MOST_SECONDS: Final = 10.0
 MORE_THREADS: Final = "raise `ulimit -u`, the container's pids.max, or `ulimit -v`"
-_QUEUE: Final = 3
+QUEUE_THREADS: Final = 3
 """What every queue needs: its own, the log's, and one to wait for a store or a name."""
 
 
-def check_threads(who: str, engine: int = 0) -> None:
+def check_threads(who: str, needed: int) -> None:
     """Begin and end as many at once: an engine that cannot begin its own may abort.
 
     Args:
         who: Needs them, in words.
-        engine: How many beside those of every queue.
+        needed: How many.
 
     Raises:
         TransportUnavailable: They cannot be had.
     """
-    needed = _QUEUE + engine
     done = threading.Event()
     begun: list[threading.Thread] = []
     try:

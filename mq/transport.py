@@ -159,8 +159,7 @@ class Conn(ABC):
             True: the message will be sent, and the caller may change `head` at once,
             and without `keeps_body` also `body` after the next `let_go`. False: not
             now; WRITABLE is reported when it is worth trying again. On a broken
-            connection True (the message is lost, as messages are at a break) and LOST
-            is reported.
+            connection True (it is lost, as messages are then) and LOST is reported.
         """
 
     def try_send_piece(self, head: bytes, piece: Piece) -> bool:
@@ -285,9 +284,9 @@ class Link(ABC):
         lender: Memory that peers on this host read in place, if any; set by `open`.
         devices: Of which tensors some connection may carry; set by `open`.
         piece_bytes: The largest body that is a tensor, in bytes.
+        engine_threads: Without so many, `open` may abort; `connect` tries them before.
         insecure: Whether the user has said `insecure=True`; set before `open`. The
-            mesh asks for it or a secret before it opens a link on a routable address.
-            A link asks by itself where a secret does not protect what it opens.
+            mesh wants it or a secret if that is routable, a link if no secret helps.
         member_name: Of its member, where options name some; set before `open`.
         scheme: What its addresses over TCP begin with: users may say ``tcp`` anywhere.
     """
@@ -299,6 +298,7 @@ class Link(ABC):
     mixes: bool = False
     malformed: int = 0
     lender: Lender | None = None
+    engine_threads: int = 0
     insecure: bool = False
     member_name: str = ""
     scheme: str = "tcp"

@@ -99,12 +99,7 @@ class Options:
         """Raises: ValueError, if TensorPipe would refuse this or abort the process."""
         for what, known, always, given in (
             ("transports", TRANSPORTS, "uv", self.transports),
-            (
-                "channels",
-                CHANNELS + GPU_CHANNELS * self.gpu,
-                "basic",
-                self.channels,
-            ),
+            ("channels", CHANNELS + GPU_CHANNELS * self.gpu, "basic", self.channels),
         ):
             unknown = [name for name in given if name not in known]
             if unknown or len(set(given)) < len(given):
@@ -179,6 +174,11 @@ def unusable() -> str | None:
     return None
 
 
+def runs() -> bool:
+    """Whether this process has an agent, if only one that its application started."""
+    return bool(private._is_current_rpc_agent_set())
+
+
 _abandoned: list[object] = []
 """Agents that a forked child must not destroy, and their lifelines."""
 
@@ -213,13 +213,13 @@ class Agent:
     @property
     def alive(self) -> bool:
         """Whether it can be called and its futures be resolved."""
-        if self._agent is None or not private._is_current_rpc_agent_set():
+        if self._agent is None or not runs():
             return False
         return private._get_current_rpc_agent() is self._agent
 
     def start(self) -> None:
         """Start, or use the agent that the application has started."""
-        if private._is_current_rpc_agent_set():
+        if runs():
             self._agent = private._get_current_rpc_agent()
             self.worker = self._agent.get_worker_info().name
             # What the application chose cannot be asked for: by default, everything.
@@ -227,7 +227,7 @@ class Agent:
             return
         options, name = self.options, f"mq-{self.id}"
         options.make_fork_safe()
-        check_start(options.transports, options.channels, options.threads)
+        check_start(options.transports, options.channels)
         self._store = dist.HashStore()
         self._store.set_timeout(datetime.timedelta(seconds=5))
         self._devices = gpus(options.devices)
@@ -250,7 +250,7 @@ class Agent:
             self.url = self._store.get(f"addrs/{name}").decode()
         except BaseException:
             self._agent = None
-            if private._is_current_rpc_agent_set():
+            if runs():
                 private._reset_current_rpc_agent()
             raise
 

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 from mq.descriptors import free_descriptors
 from mq.errors import TransportUnavailable
-from mq.threads import check_threads
 
 PIPE: Final[Mapping[str, int]] = {
     "uv": 3,
@@ -34,6 +33,10 @@ UNCOUNTED: Final = 4
 START: Final[Mapping[str, int]] = {"shm": 5, "mpt_uv": 112}
 """What the agent takes beside `LOOPS` for each of these."""
 LOOPS: Final = 8
+THREADS: Final[Mapping[str, int]] = {"shm": 2, "basic": 0, "mpt_uv": 16}
+"""Loops that the agent begins for these, counted as above; 1 for any other name."""
+OTHER_THREADS: Final = 4
+"""Beside those and its workers: to listen, for time limits, and while it starts."""
 SPARE: Final = 24
 """Free descriptors that are never promised: sockets that have not greeted yet,
 the rendezvous, the application."""
@@ -47,12 +50,16 @@ def pipe_size(transports: Sequence[str], channels: Sequence[str]) -> int:
     return most + sum(PIPE.get(name, UNCOUNTED) for name in channels)
 
 
-def check_start(
+def start_threads(
     transports: Sequence[str], channels: Sequence[str], workers: int
-) -> None:
-    """Raises: TransportUnavailable, for an agent without descriptors or threads."""
-    # A loop for each, the agent's listener, its time limits, and our self-test.
-    check_threads("TensorPipe", len((*transports, *channels)) + workers + 4)
+) -> int:
+    """How many threads an agent begins."""
+    loops = sum(THREADS.get(name, 1) for name in (*transports, *channels))
+    return loops + workers + OTHER_THREADS
+
+
+def check_start(transports: Sequence[str], channels: Sequence[str]) -> None:
+    """Raises: TransportUnavailable, for an agent without descriptors."""
     needed = LOOPS + sum(START.get(name, 0) for name in (*transports, *channels))
     needed += 2 * pipe_size(transports, channels)  # for its call to itself
     free, why = free_descriptors()

@@ -17,10 +17,12 @@ import torch
 
 from mq.errors import ForkedProcess, TransportUnavailable, first_line
 from mq.log import Log
+from mq.threads import check_threads
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
-from transports._torchrpc_agent import TESTED, Agent, Options
+from transports._torchrpc_agent import TESTED, Agent, Options, runs
 from transports._torchrpc_calls import receivers
+from transports._torchrpc_descriptors import start_threads
 
 logger = Log(__name__)
 
@@ -80,6 +82,28 @@ def acquire(options: Options) -> Agent:
             )
         _current.users += 1
         return _current
+
+
+def threads_needed(options: Options) -> int:
+    """How many threads `acquire` begins: none for an agent that runs already."""
+    if runs():
+        return 0
+    return start_threads(options.transports, options.channels, options.threads)
+
+
+def renew(agent: Agent, options: Options) -> Agent:
+    """One that lives, in place of one that the application has shut down.
+
+    Raises:
+        OSError: There is none to be had.
+    """
+    try:
+        check_threads("TensorPipe", threads_needed(options))
+        found = acquire(options)
+    except (TransportUnavailable, ValueError) as error:
+        raise OSError(f"the RPC agent was shut down: {error}") from error
+    release(agent)
+    return found
 
 
 def release(agent: Agent) -> None:

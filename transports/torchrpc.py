@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Final
 import torch
 
 from mq import addresses, options
-from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
 from mq.transport import (
     LINGER_SECONDS,
@@ -114,6 +113,10 @@ class TorchRpcLink(Link):
     def unusable(cls) -> str | None:
         return rpc_agent.unusable()
 
+    @property
+    def engine_threads(self) -> int:  # type: ignore[override]
+        return shared.threads_needed(self._options)
+
     # -- open ----------
 
     def open(
@@ -155,12 +158,7 @@ class TorchRpcLink(Link):
             return
         if self.ended:
             raise OSError(self.ended)
-        try:
-            agent = shared.acquire(self._options)
-        except (TransportUnavailable, ValueError) as error:
-            raise OSError(f"the RPC agent was shut down: {error}") from error
-        shared.release(self.agent)
-        self.agent = agent
+        self.agent = shared.renew(self.agent, self._options)
 
     @property
     def ended(self) -> str:

@@ -28,7 +28,6 @@ from mq.mesh.poller import Poller
 from mq.stream.files import SocketFiles, checked_wires
 from mq.stream.names import Names
 from mq.stream.sockets import inode, unpace
-from mq.threads import check_threads
 from mq.transport import (
     CHUNK_BYTES,
     LINGER_SECONDS,
@@ -49,6 +48,9 @@ _DAY_MS = 24 * 3600 * 1000
 _HEADROOM_BYTES = 64 * 1024
 _OWN_DESCRIPTORS = 30
 """File descriptors that must be free to open a link; and for each of its threads 2."""
+_OTHER_THREADS = 4
+"""Of libzmq 4.3.5 beside `io_threads`: one that cleans up; and pyzmq's, which frees
+what was sent without a copy, with a context of its own, which has two."""
 
 _UP = (zmq.EVENT_LISTENING, zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
 _DOWN = (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED)
@@ -92,6 +94,7 @@ class ZmqLink(Link):
         self._names = Names()
         self._wires = checked_wires(wires)
         self._io_threads = options.whole("io_threads", io_threads, 1, 64)
+        self.engine_threads = self._io_threads + _OTHER_THREADS
         self._ports: dict[int, Port] = {}
         self._files = SocketFiles("zmq")
         self._open = False
@@ -103,8 +106,6 @@ class ZmqLink(Link):
         self._files.check(listen, self._wires)
         self._poller = poller
         self._check_descriptors()
-        # Its context, and another for pyzmq's thread, each with one to clean up.
-        check_threads(f"io_threads={self._io_threads}", self._io_threads + 4)
         self._epoll = select.epoll()
         self._doors = Doors(poller)
         self._epoll.register(self._doors.fd, select.EPOLLIN)
