@@ -16,6 +16,7 @@ import mq
 from mq import registry
 from mq.errors import MessagesLost
 from mq.mesh import faults, wire
+from mq.mesh.large import Chunk
 from mq.mesh.reader import MALFORMED_LIMIT
 from mq.transport import What
 from transports.inproc import InprocLink
@@ -35,6 +36,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
 
     yield told
     faults.told.clear()
+    caplog.get_records("call").clear()  # tracebacks keep what calls were made with
 
 
 def fail(
@@ -148,6 +150,41 @@ def test_a_try_send_that_raises_costs_its_connection_in_the_end_its_session(
     if peer.alive:
         assert b.payloads() == [LARGE]
     assert len(said()) == 1
+
+
+def test_of_two_calls_the_one_that_raises_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """What is lent is mapped first, and then told of."""
+    room = {"a": 1 << 20, "b": 1 << 20}
+    world = subscribed("a", "b", lends=room)
+    failed = fail(monkeypatch, "lend", 1)
+    assert world["a"].publish("t", LARGE)
+    world.advance(2.0)
+
+    assert len(failed) == 1
+    assert world["b"].payloads() == [LARGE]
+    world.close()
+    (text,) = said()
+    assert text.startswith("ScriptedConn.lend failed: ZeroDivisionError")
+
+
+def test_a_mistake_of_ours_is_not_blamed_on_the_link(
+    monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """It goes to who calls, and no session is given up for it."""
+    world = subscribed("a", "b")
+    monkeypatch.setattr(ScriptedConn, "keeps_body", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Chunk, "own", lambda chunk, take: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            world["a"].publish("t", LARGE)
+        assert world["a"].session(world["b"]).fault is None
+    world["a"].mesh.recover()
+    world.advance(2.0)
+
+    assert world["b"].payloads() == [LARGE]
+    assert not said()
 
 
 def test_a_sign_of_life_that_raises_costs_a_connection(

@@ -20,6 +20,8 @@ from mq.mesh.wire import Malformed
 from mq.stats import PeerStats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mq.devices import Piece
     from mq.mesh.config import Watch
     from mq.segments import Block
@@ -295,56 +297,80 @@ class Session(Backlog):
         head = wire.HEADER.pack(
             frame.kind, frame.flags, 0, frame.number, self.received
         ) + b"".join(frame.parts)
+        send: Callable[..., bool] = conn.try_send
         body: memoryview | Piece | None = None
-        self.sending = True
-        try:
-            if frame.large is None:
-                accepted = conn.try_send(head)
-            elif frame.kind == wire.LENT:
-                assert frame.large.block is not None
-                assert frame.completes is not None
-                feed, sequence = frame.completes[0]
-                self.lent[feed.subscription, sequence] = frame.large.block
-                segment = frame.large.block.segment
-                accepted = conn.lend(segment) and conn.try_send(head)
-            else:
-                chunk = frame.large.chunks[frame.chunk]
-                assert chunk is not None  # kept until this frame is received
-                if conn.keeps_body:
-                    chunk.own(self._take)
-                if chunk.piece is None:
-                    body = chunk.view
-                    if frame.part is not None:
-                        assert body is not None
-                        begin, end = frame.part
-                        body = body[chunk.lead + begin : chunk.lead + end]
-                    elif chunk.lead != conn.lead and body is not None:
-                        body = body[chunk.lead :]  # cut for another connection's link
-                    accepted = conn.try_send(head, body)
-                else:
-                    body = chunk.piece
-                    accepted = conn.try_send_piece(head, body)
-        except Exception as error:
-            self.fault = fault(conn.try_send, error)
-            accepted = False
-        self.sending = False
-        if not accepted:
+        if frame.large is not None:
+            if frame.kind != wire.LENT:
+                send, body = self._body(conn, frame, frame.large)
+            elif not self._lend(conn, frame, frame.large):
+                return False
+        if not self._hand_over(send, head, body, now):
             return False
-        self._sent_something(now)
-        stats = self.stats
-        stats.sent_frames += 1
-        stats.sent_bytes += len(head) + (0 if body is None else len(body))
         if frame.sent_before:
-            stats.resent_frames += 1
+            self.stats.resent_frames += 1
         elif frame.kind != wire.DATA and (frame.large is None or frame.body_nbytes):
             self.pace.left(frame.number, self.under_way, now)
         frame.sent_before = True
         return True
 
-    def _sent_something(self, now: float) -> None:
+    def _body(
+        self, conn: Conn, frame: Frame, large: Large
+    ) -> tuple[Callable[..., bool], memoryview | Piece | None]:
+        """What of a large message goes with the head, and by which call."""
+        chunk = large.chunks[frame.chunk]
+        assert chunk is not None  # kept until this frame is received
+        if conn.keeps_body:
+            chunk.own(self._take)
+        if chunk.piece is not None:
+            return conn.try_send_piece, chunk.piece
+        body = chunk.view
+        if frame.part is not None:
+            assert body is not None
+            begin, end = frame.part
+            body = body[chunk.lead + begin : chunk.lead + end]
+        elif chunk.lead != conn.lead and body is not None:
+            body = body[chunk.lead :]  # cut for another connection's link
+        return conn.try_send, body
+
+    def _lend(self, conn: Conn, frame: Frame, large: Large) -> bool:
+        """See that the peer has mapped what a message lies in when it hears of it."""
+        assert large.block is not None
+        assert frame.completes is not None
+        feed, sequence = frame.completes[0]
+        self.lent[feed.subscription, sequence] = large.block
+        self.sending = True
+        try:
+            accepted = conn.lend(large.block.segment)
+        except Exception as error:
+            self.fault = fault(conn.lend, error)
+            accepted = False
+        self.sending = False
+        return accepted
+
+    def _hand_over(
+        self,
+        send: Callable[..., bool],
+        head: bytes,
+        body: memoryview | Piece | None,
+        now: float,
+    ) -> bool:
+        """Give a message to the link by one of its calls; whether it takes it."""
+        self.sending = True
+        try:
+            accepted = send(head) if body is None else send(head, body)
+        except Exception as error:
+            self.fault = fault(send, error)
+            accepted = False
+        self.sending = False
+        if not accepted:
+            return False
         self.last_sent = now
         self.answer_at = None
         self.unanswered = 0
+        stats = self.stats
+        stats.sent_frames += 1
+        stats.sent_bytes += len(head) + (0 if body is None else len(body))
+        return True
 
     def answer_by(self, at: float) -> None:
         """RECEIVED is due then, unless it already was before."""
@@ -356,16 +382,5 @@ class Session(Backlog):
         if self.conn is None or self.blocked:
             return
         head = wire.HEADER.pack(wire.RECEIVED, 0, 0, 0, self.received)
-        self.sending = True
-        try:
-            accepted = self.conn.try_send(head)
-        except Exception as error:
-            self.fault = fault(self.conn.try_send, error)
-            accepted = False
-        self.sending = False
-        if accepted:
-            self._sent_something(now)
-            self.stats.sent_frames += 1
-            self.stats.sent_bytes += len(head)
-        else:
+        if not self._hand_over(self.conn.try_send, head, None, now):
             self.blocked = True
