@@ -28,7 +28,7 @@ import numpy as np
 from mq import forks, speed
 from mq.buffers import class_bytes
 from mq.descriptors import most_open
-from mq.log import Log
+from mq.log import Log, WarnOnce
 from mq.segments import COUNTER_BYTES, Block, Segment, counted_bytes, seal
 from mq.settings import memory_bytes
 from mq.stats import LendingStats
@@ -104,7 +104,7 @@ class Lender:
         self.full = False
         self.refusal = ""
         self.freed: Callable[[], None] = lambda: None
-        self._complained = False
+        self._warn = WarnOnce(logger)
         self._reset()
         forks.register(self)
 
@@ -251,9 +251,9 @@ class Lender:
 
     def _complain(self, nbytes: int) -> None:
         """A handler of the log may publish, too."""
-        if self.refusal and not self._complained:
-            self._complained = True
-            logger.warning(
+        if self.refusal:
+            self._warn(
+                "refused",
                 "no shared memory for a message of %d bytes: %s; such messages wait "
                 "for others to be read, or go through the socket. Raise the limit that "
                 "the error names, or lower shm_bytes",

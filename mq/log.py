@@ -21,10 +21,13 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Hashable
 from typing import Any, Final, TypeAlias
 
 BEGIN_SECONDS: Final = 1.0
 """After so long a thread that was to begin is taken for interrupted before it could."""
+MOST_ONCE: Final = 1024
+"""So many things one `WarnOnce` says, and knows that it has."""
 FLUSH_SECONDS: Final = 1.0
 """For so long `flush` waits for handlers, which may wait for who calls it."""
 _ROOM_BYTES: Final = 4 << 20
@@ -87,6 +90,37 @@ class Log:
                 return level >= logger.getEffectiveLevel()
             name = name.rpartition(".")[0]
         return level >= logging.root.level
+
+
+class WarnOnce:
+    """Has a log say each thing once, of so many things at most.
+
+    Without a lock, as all that is said: a handler of a signal may come to it, too.
+
+    Args:
+        most: One of it may be for anything that strangers come up with.
+    """
+
+    def __init__(self, log: Log, most: int = MOST_ONCE) -> None:
+        self._log = log
+        self._most = most
+        self._said: dict[Hashable, object] = {}
+
+    def __call__(self, key: Hashable, text: str, *args: object) -> None:
+        """Warn of what is known by a key."""
+        if self._is_new(key):
+            self._log._say(logging.WARNING, text, args)
+
+    def exception(self, key: Hashable, text: str, *args: object) -> None:
+        """The same of an error, with the traceback of the one that is being handled."""
+        if self._is_new(key):
+            self._log._say(logging.ERROR, text, args, sys.exc_info())
+
+    def _is_new(self, key: Hashable) -> bool:
+        if len(self._said) >= self._most:
+            return False
+        mine = object()
+        return self._said.setdefault(key, mine) is mine
 
 
 class _Once:

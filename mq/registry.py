@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from mq.errors import TransportUnavailable, UnknownTransport
-from mq.log import Log
+from mq.log import Log, WarnOnce
 from mq.transport import Capabilities, Link
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ aliases: Final[Mapping[str, str]] = MappingProxyType(
 
 _TARGET: Final = re.compile(r"[^\s:.]+(\.[^\s:.]+)*:[^\s:.]+")
 _OWN: Final = frozenset({*_TABLE, *aliases})
-_told: Final[set[str]] = set()  # of these, which an installed distribution names, too
+_warn: Final = WarnOnce(logger)  # of these, where a distribution names one, too
 
 table: Final[Mapping[str, Entry]] = MappingProxyType(_TABLE)
 """The registered backends; those of entry points come with `names`."""
@@ -118,9 +118,9 @@ def _entry_points() -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points  # a fifth of the time of `import mq`
 
     points = {p.name: p for p in entry_points(group=ENTRY_POINTS)}
-    for name in sorted(_OWN.intersection(points) - _told):
-        _told.add(name)
-        logger.warning(
+    for name in sorted(_OWN.intersection(points)):
+        _warn(
+            name,
             "the transport %r of %s is ignored: tensormq has one of that name",
             name,
             _distribution(points[name]) or points[name].value,

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import importlib.metadata
+import logging
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -129,12 +130,30 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         threading.Event().wait(0.02)  # the end of an engine's thread tells nobody
 
 
+class _Faults(logging.Handler):
+    """What links have failed at, as the log was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record)
+
+
 @pytest.fixture(autouse=True)
-def _no_link_fails() -> Iterator[None]:
-    """What a link raises stays in the mesh, though it says that it was misused."""
-    yield
-    failed = [f"{call}: {error.__name__}" for call, error in faults.told]
-    faults.told.clear()
+def link_faults() -> Iterator[list[logging.LogRecord]]:
+    """What a link raises stays in the mesh, though it says that it was misused.
+
+    None is left at the end of a test; one that is about such faults takes them out.
+    """
+    handler = _Faults()
+    logger = logging.getLogger(faults.__name__)
+    logger.addHandler(handler)
+    yield handler.told
+    log.flush()
+    logger.removeHandler(handler)
+    failed = [record.getMessage() for record in handler.told]
     assert not failed, f"{', '.join(failed)}; the log has more"
 
 

@@ -378,15 +378,3 @@ def test_a_greeting_that_nobody_could_print_is_malformed(change: Any) -> None:
     odd: Greeting = msgspec.structs.replace(GREETING, **change)
     with pytest.raises(Malformed):
         listener.greeting(dialler.seal(wire.GREETING, odd))
-
-
-def test_complaints_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing is remembered of peers beyond the first so many."""
-    monkeypatch.setattr("mq.mesh.reader.MOST_COMPLAINTS", 3)
-    reader = World("a")["a"].mesh.reader
-    for number in (0, 0, 1, 2, 3, 4, 0):
-        reader.complain(f"peer {number}", "somewhere", "why")
-
-    assert len(reader._complained) == len(caplog.records) == 3

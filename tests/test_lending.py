@@ -262,7 +262,7 @@ def test_a_handler_of_the_log_may_take_memory_too(
         told.append(lender._lock.locked())
 
     monkeypatch.setattr(Segment, "open", refuse)
-    monkeypatch.setattr("mq.lending.logger.warning", warn)
+    monkeypatch.setattr(lender, "_warn", warn)
     assert lender.take(BLOCK_BYTES) is None
     assert told == [False]
 

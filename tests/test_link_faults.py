@@ -13,9 +13,9 @@ from scripted import ScriptedConn, ScriptedLink
 from world import World
 
 import mq
-from mq import registry
+from mq import log, registry
 from mq.errors import MessagesLost
-from mq.mesh import faults, wire
+from mq.mesh import wire
 from mq.mesh.large import Chunk
 from mq.mesh.reader import MALFORMED_LIMIT
 from mq.transport import What
@@ -26,17 +26,19 @@ LARGE = bytes(range(200)) * 5
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+def said(
+    link_faults: list[logging.LogRecord], caplog: pytest.LogCaptureFixture
+) -> Iterator[Callable[[], list[str]]]:
     """Of which faults the log has told, each with its traceback."""
 
     def told() -> list[str]:
-        records = [r for r in caplog.records if r.name == faults.__name__]
-        assert all(r.levelno == logging.ERROR and r.exc_info for r in records)
-        return [r.getMessage() for r in records]
+        log.flush()
+        assert all(r.levelno == logging.ERROR and r.exc_info for r in link_faults)
+        return [r.getMessage() for r in link_faults]
 
     yield told
-    faults.told.clear()
-    caplog.get_records("call").clear()  # tracebacks keep what calls were made with
+    for records in (link_faults, caplog.get_records("call")):
+        records.clear()  # tracebacks keep what calls were made with
 
 
 def fail(
@@ -87,6 +89,19 @@ def test_a_call_to_receive_that_raises_costs_a_connection(
     assert b.mesh.stats.forgotten == 0
     (text,) = said()
     assert f"ScriptedConn.{call} failed: ZeroDivisionError: by a fault" in text
+
+
+def test_a_fault_of_each_queue_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """Whatever those of other queues in the process have had before."""
+    for _ in range(2):
+        world = subscribed("a", "b")
+        fail(monkeypatch, "receive_body", 1)
+        assert world["a"].publish("t", LARGE)
+        world.advance(2.0)
+        assert world["b"].payloads() == [LARGE]
+    assert len(said()) == 2
 
 
 def none(conn: ScriptedConn, into: memoryview) -> None:
@@ -267,8 +282,9 @@ def test_a_dial_that_fails_in_another_way_than_it_may_is_told_at_once(
     world.advance(1.0)
 
     assert world["a"].session(world["b"]).stats.connections == 2
-    (text,) = said()
-    assert word in text
+    texts = said()
+    assert len(texts) == 2, "each of two has dialled"
+    assert all(word in text for text in texts)
 
 
 def test_what_may_be_of_a_signals_handler_goes_to_who_calls(

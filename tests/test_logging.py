@@ -18,7 +18,7 @@ from fresh_python import output_of
 
 import mq
 from mq import log
-from mq.log import Log
+from mq.log import Log, WarnOnce
 from mq.mesh import waiting
 from mq.testing import worker
 
@@ -447,6 +447,28 @@ def test_a_record_is_as_if_it_had_been_told_at_once(
     assert {record.filename for record in records} == {"test_logging.py"}
     assert {record.threadName for record in records} == {"who said it"}
     assert "a reason" in caplog.text
+
+
+def test_each_thing_is_said_once_and_so_many_at_most(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing is remembered beyond that: strangers may come up with any number."""
+    warn = WarnOnce(Log("mq.tried"), 3)
+    for number in (0, 0, 1):
+        warn(number, "%d is wrong", number)
+    try:
+        raise ValueError("a reason")
+    except ValueError:
+        for number in (1, 2, 3, 0, 2):
+            warn.exception(number, "%d has failed", number)
+
+    said = [(record.getMessage(), bool(record.exc_info)) for record in caplog.records]
+    assert said == [
+        ("0 is wrong", False),
+        ("1 is wrong", False),
+        ("2 has failed", True),
+    ]
+    assert {record.filename for record in caplog.records} == {"test_logging.py"}
 
 
 @pytest.mark.parametrize(

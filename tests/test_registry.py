@@ -14,6 +14,7 @@ from fresh_python import output_of
 import mq
 from mq import registry
 from mq.errors import MQError, TransportUnavailable, UnknownTransport
+from mq.log import WarnOnce
 from mq.transport import Link
 from transports.inproc import InprocLink
 
@@ -191,7 +192,7 @@ def test_a_plugin_named_like_a_transport_of_this_package_is_told_of(
 ) -> None:
     """Once; it is ignored, or else what is installed could take any program over."""
     install(tmp_path, monkeypatch, f"{name} = mq_broken:Link")
-    monkeypatch.setattr(registry, "_told", set())
+    monkeypatch.setattr(registry, "_warn", WarnOnce(registry.logger))
 
     registry.names()
     registry.names()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from meeting import DEADLINE, libuv, record, store_port
 
 from mq.errors import PeerLost
+from mq.log import Log, WarnOnce
 from mq.rendezvous import torchrun
-from mq.rendezvous.store import WarnOnce
 
 __all__ = ["libuv", "store_port"]  # fixtures
 
@@ -79,7 +79,7 @@ class _Member(torchrun.TorchrunStore):
 
     def __init__(self, number: int, values: _Values, orders: list[Any]) -> None:
         self.timeout, self.until, self.description = math.inf, math.inf, "the script"
-        self._prefix, self._opened, self._warn = "p", 1, WarnOnce()
+        self._prefix, self._opened, self._warn = "p", 1, WarnOnce(Log("mq"))
         self._stopped, self._beats = threading.Event(), {}
         self._letter = f"{number + 1:x}"
         self._values = values

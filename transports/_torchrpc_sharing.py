@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from mq.errors import first_line
-from mq.log import Log
+from mq.log import Log, WarnOnce
 from transports._torchrpc_arrivals import Arrivals
 from transports._torchrpc_control import Greeting
 from transports._torchrpc_lanes import Inbox, Lane
@@ -74,7 +74,7 @@ class Sharing:
         self.targets = frozenset(devices.values())
         # By agent, or by the address that was dialled: why; "" once it is in the log.
         self._refused: dict[str, str] = {}
-        self._complained: set[torch.device] = set()
+        self._warn = WarnOnce(logger)
         for index, device in devices.items() if nbytes else ():
             try:
                 uuid, outbox = memory.uuid(index), self._outbox(index)
@@ -103,13 +103,12 @@ class Sharing:
     def failed(self, device: torch.device, error: RuntimeError) -> str:
         """What to tell a peer that cannot have what is on a device; logged once."""
         problem = f"{device}: {first_line(error)}"
-        if device not in self._complained:
-            self._complained.add(device)
-            logger.warning(
-                "a tensor could not be copied for another member (of this device it is "
-                "said once): %s",
-                problem,
-            )
+        self._warn(
+            device,
+            "a tensor could not be copied for another member (of this device it is "
+            "said once): %s",
+            problem,
+        )
         return problem
 
     def offers(self, whom: str) -> tuple[tuple[int, str, str, int], ...]:

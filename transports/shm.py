@@ -23,7 +23,7 @@ from mq import addresses
 from mq.borrowing import Mapping, Unmapped
 from mq.descriptors import most_open
 from mq.lending import MOST_SEGMENTS, Lender
-from mq.log import Log
+from mq.log import Log, WarnOnce
 from mq.mesh.poller import Poller
 from mq.options import whole
 from mq.segments import Segment, seal
@@ -233,7 +233,7 @@ class ShmLink(StreamLink):
         self._dropped = 0
         self._recalling: list[ShmConn] = []
         self._spare = -1
-        self._warned: set[str] = set()
+        self._warn = WarnOnce(logger)
         self._files = SocketFiles("shm")
 
     @classmethod
@@ -267,11 +267,6 @@ class ShmLink(StreamLink):
         spare, self._spare = self._spare, -1
         if spare >= 0:
             os.close(spare)
-
-    def _warn(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            logger.warning("%s", text)
 
     # -- sockets ----------
 
@@ -331,9 +326,11 @@ class ShmLink(StreamLink):
         """Memory of a peer is copied from, and not read in place."""
         self._warn(
             "map",
-            f"cannot map {nbytes} bytes of a peer's shared memory: {error}; such "
-            "messages are copied. Raise the limit that the error names, or lower "
-            "shm_bytes of the publisher",
+            "cannot map %d bytes of a peer's shared memory: %s; such messages are "
+            "copied. Raise the limit that the error names, or lower shm_bytes of the "
+            "publisher",
+            nbytes,
+            str(error),  # a log that keeps it must not keep its traceback
         )
 
     # -- events ----------

@@ -17,7 +17,6 @@ from mq.mesh.dial import (
     Dial,
     Greeter,
 )
-from mq.mesh.faults import fault
 from mq.transport import Conn
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ class Dialling:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        self._faults = mesh.faults
         self._greeters: dict[Conn, Greeter] = {}
         self.dials: list[Dial] = []
 
@@ -131,7 +131,7 @@ class Dialling:
             return
         except Exception as error:
             dial.failed(f"{address}: {error}", now)  # first, as the next line may raise
-            reason = f"{address}: {fault(link.dial, error)}"
+            reason = f"{address}: {self._faults.fault(link.dial, error)}"
             if not dial.returning:
                 self._refuse_dial(dial, hs.LINK, reason)
             return

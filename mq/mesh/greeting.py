@@ -11,7 +11,7 @@ from mq.mesh import wire
 from mq.mesh.admission import claim, crowded, objection
 from mq.mesh.dial import MAX_GREETERS, Dial, Granted, Greeter
 from mq.mesh.dialling import Dialling
-from mq.mesh.faults import LinkFault, asked, is_true
+from mq.mesh.faults import LinkFault
 from mq.mesh.handshake import Greeting, Refusal
 from mq.mesh.reader import Message
 from mq.mesh.wire import Malformed
@@ -81,7 +81,7 @@ class Greetings(Dialling):
             self._close(strangers[0])
 
     def _read(self, conn: Conn, greeter: Greeter) -> None:
-        message = asked(conn.receive)
+        message = self._faults.asked(conn.receive)
         if message is None:
             return
         head, nbody = message
@@ -90,7 +90,7 @@ class Greetings(Dialling):
             return
         if greeter.refused:
             if nbody:
-                asked(conn.discard_body)
+                self._faults.asked(conn.discard_body)
             return
         try:
             if nbody or len(head) > hs.MAX_GREETING_BYTES + 256:
@@ -129,7 +129,8 @@ class Greetings(Dialling):
                 raise Malformed(f"handshake frame {kind} out of place")
         elif kind == wire.CHALLENGE and not greeter.greeted:
             if not shake.check_challenge(raw):
-                asked(conn.try_send, shake.distrust())  # for who listens to learn of it
+                # For who listens to learn of it.
+                self._faults.asked(conn.try_send, shake.distrust())
                 self._unproven(conn, greeter)
                 return
             greeter.greeted = True
@@ -155,7 +156,7 @@ class Greetings(Dialling):
             raise Malformed(f"handshake frame {kind} out of place")
 
     def _send(self, conn: Conn, greeter: Greeter, frame: bytes) -> None:
-        if not is_true(conn.try_send, frame):
+        if not self._faults.is_true(conn.try_send, frame):
             self._fail(conn, greeter, "cannot send the handshake")
 
     def _unproven(
@@ -271,7 +272,7 @@ class Greetings(Dialling):
         if code not in (hs.DUPLICATE, hs.SECRET, hs.SELF, hs.LEAVING, hs.OTHER):
             self._mesh.stats.refused += 1
         frame = greeter.handshake.seal(wire.REFUSED, Refusal(code, text))
-        asked(conn.try_send, frame)
+        self._faults.asked(conn.try_send, frame)
         # The dialler closes when it has read this; else the deadline does.
         greeter.refused = True
 

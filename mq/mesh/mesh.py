@@ -18,6 +18,7 @@ from mq.log import Log
 from mq.mesh import wire
 from mq.mesh.config import Config
 from mq.mesh.dial import Dial
+from mq.mesh.faults import Faults
 from mq.mesh.greeting import Greetings
 from mq.mesh.handshake import Greeting
 from mq.mesh.large import Cutting, Take
@@ -63,6 +64,7 @@ class Mesh:
         self.clock = clock
         self._take = take
         self.stats = MeshStats()
+        self.faults = Faults()
         self.publisher = Publisher(take, Cutting.of(links))
         self.subscriber = Subscriber(take, config.max_message_bytes, Returns())
         self.sessions: dict[str, Session] = {}
@@ -71,12 +73,10 @@ class Mesh:
         self.greetings = Greetings(self)
         self.liveness = Liveness(self)
         self.changed = 0
-        self.replaced = ""
-        self.leaving = ""  # why
+        self.replaced = self.leaving = ""  # why
         self._next_tick = self._last_poll = clock()
         self.forgotten: list[tuple[Greeting, bool]] = []
-        self._polling = False
-        self._unfinished = False
+        self._polling = self._unfinished = False
         self.wake: Callable[[], None] = lambda: None
         self.wake_fd = -1  # does the same when it is written to
         self.watch_added: Callable[[int], None] = lambda fd: None
@@ -234,6 +234,7 @@ class Mesh:
             timeout=self.config.timeout_with(greeting.peer_timeout),
             now=now,
             take=self._take,
+            faults=self.faults,
         )
         session.dialled = "" if dial is None else dial.address
         session.pace.is_bounded = not self.config.is_near(greeting.process)
@@ -258,9 +259,8 @@ class Mesh:
         Raises:
             Malformed: The peer claims frames that were never sent.
         """
-        now = self.clock()
         self._cut(session)
-        session.attach(conn, received, now)
+        session.attach(conn, received, self.clock())
         self.conns[conn] = session
         self.changed += 1
         logger.debug("resumed the session with %s over %s", session.name, conn.address)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mq.log import Log
+from mq.log import Log, WarnOnce
 from mq.mesh import wire
-from mq.mesh.faults import LinkFault, asked, fault, is_true
+from mq.mesh.faults import LinkFault
 from mq.mesh.session import (
     ANSWER_FRAMES,
     ANSWER_SECONDS,
@@ -36,8 +36,6 @@ carry out than a message of their size, of which a turn has many."""
 MALFORMED_LIMIT: Final = 3
 """Times the same frame may be malformed, or not be taken from the link or handed to it,
 before the session is given up."""
-MOST_COMPLAINTS: Final = 1024
-"""Peers whose first offence is logged: one may come under any number of names."""
 _CONTROL_KINDS: Final = frozenset(
     {
         wire.SUBSCRIBE,
@@ -69,7 +67,8 @@ class Reader:
         self._mesh = mesh
         self._publisher = mesh.publisher
         self._subscriber = mesh.subscriber
-        self._complained: set[str] = set()
+        self._faults = mesh.faults
+        self._warn = WarnOnce(logger)
         self.stopped_early = False
         self.until_message = False
         self.had_its_fill = False
@@ -99,7 +98,7 @@ class Reader:
                 try:
                     message = first or conn.receive()
                 except Exception as error:
-                    raise fault(conn.receive, error) from error
+                    raise self._faults.fault(conn.receive, error) from error
                 if message is None:
                     return
                 first = None
@@ -154,7 +153,7 @@ class Reader:
         if number <= session.received:
             stats.duplicate_frames += 1
             if nbody:
-                asked(conn.discard_body)
+                self._faults.asked(conn.discard_body)
             session.answer_at = now
             return
         if number != session.received + 1:
@@ -227,13 +226,13 @@ class Reader:
         body = None
         is_all = chunk.total and not (chunk.offset or chunk.part)
         if is_all and nbody == chunk.total + conn.lead:
-            body = asked(conn.take_body)
+            body = self._faults.asked(conn.take_body)
             if body is not None:
                 nbody, body = chunk.total, body[conn.lead :]
         place = self._subscriber.place(session, chunk, nbody, sizes, body)
         if place is None:
             if nbody and body is None:
-                asked(conn.discard_body)
+                self._faults.asked(conn.discard_body)
             self._received(session, number, flags, now)
         elif body is not None:
             self._placed(session, chunk, nbody, flags, number, now)
@@ -259,16 +258,16 @@ class Reader:
         place = wire.parse_piece(head)
         chunk = place.chunk
         if self._subscriber.place(session, chunk, 0, place.sizes) is None:
-            asked(conn.discard_body)
+            self._faults.asked(conn.discard_body)
             self._received(session, number, flags, now)
             return
-        self._subscriber.land(session, place, asked(conn.take_piece))
+        self._subscriber.land(session, place, self._faults.asked(conn.take_piece))
         self._placed(session, chunk, 0, flags, number, now)
 
     def _finish_body(self, session: Session, conn: Conn, now: float) -> bool:
         assert session.partial is not None
         chunk, flags, number, place = session.partial
-        if not is_true(conn.receive_body, place):
+        if not self._faults.is_true(conn.receive_body, place):
             return False
         session.partial = None
         self._placed(session, chunk, len(place), flags, number, now)
@@ -362,11 +361,10 @@ class Reader:
 
     def complain(self, who: str, address: str, error: object) -> None:
         """Log what a peer did wrong, once per peer."""
-        if who not in self._complained and len(self._complained) < MOST_COMPLAINTS:
-            self._complained.add(who)
-            logger.warning(
-                "dropped a frame of %s at %s: %s (further ones are only counted)",
-                who or "an unknown peer",
-                address or "an unknown address",
-                str(error),  # a log that keeps it must not keep its traceback
-            )
+        self._warn(
+            who,
+            "dropped a frame of %s at %s: %s (further ones are only counted)",
+            who or "an unknown peer",
+            address or "an unknown address",
+            str(error),  # a log that keeps it must not keep its traceback
+        )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.mesh import wire
 from mq.mesh.backlog import Backlog
-from mq.mesh.faults import LinkFault, fault
+from mq.mesh.faults import Faults, LinkFault
 from mq.mesh.feed import Feed
 from mq.mesh.frame import Frame
 from mq.mesh.handshake import Greeting
@@ -88,8 +88,10 @@ class Session(Backlog):
         timeout: float | None,
         now: float,
         take: Take,
+        faults: Faults,
     ) -> None:
         super().__init__(take)
+        self._faults = faults
         self.id = id
         self.peer = peer
         self.name = peer.name
@@ -342,7 +344,7 @@ class Session(Backlog):
         try:
             accepted = conn.lend(large.block.segment)
         except Exception as error:
-            self.fault = fault(conn.lend, error)
+            self.fault = self._faults.fault(conn.lend, error)
             accepted = False
         self.sending = False
         return accepted
@@ -359,7 +361,7 @@ class Session(Backlog):
         try:
             accepted = send(head) if body is None else send(head, body)
         except Exception as error:
-            self.fault = fault(send, error)
+            self.fault = self._faults.fault(send, error)
             accepted = False
         self.sending = False
         if not accepted:

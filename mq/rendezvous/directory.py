@@ -36,10 +36,11 @@ from mq import forks, paths
 from mq.addresses import has_listener
 from mq.descriptors import out_of_descriptors
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
+from mq.log import Log, WarnOnce
 from mq.rendezvous import states
 from mq.rendezvous.files import publish_file, read_file
 from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
-from mq.rendezvous.store import CellStore, WarnOnce
+from mq.rendezvous.store import CellStore
 
 KEY_BYTES: Final = 32
 FREE_SECONDS: Final = 10.0
@@ -87,13 +88,12 @@ class DirectoryStore(CellStore[_File]):
         self.directory = None if shared else self.path
         self.slow = shared
         self.description = f"directory {self.path}"
-        self._base = base
-        self._shared = shared
+        self._base, self._shared = base, shared
         self._mutex = threading.RLock()
         self._lock_fd: int | None = None
         self._has_locks = True
         self._closed = False
-        self._warn = WarnOnce()
+        self._warn = WarnOnce(Log(__name__))
         self._parsed: dict[str, Record | None] = {}
         forks.register(self)
         try:

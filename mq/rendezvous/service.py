@@ -20,11 +20,10 @@ from typing import Any, Final
 
 from mq import forks
 from mq.addresses import bracketed
-from mq.log import Log
+from mq.log import Log, WarnOnce
 from mq.rendezvous import wire
 from mq.rendezvous.memory import MemoryStore
 from mq.rendezvous.record import Claim, Record
-from mq.rendezvous.store import WarnOnce
 
 GREETING_SECONDS: Final = 2.0
 HAND_OVER_SECONDS: Final = 1.0
@@ -90,7 +89,7 @@ class Service:
                 with contextlib.suppress(ValueError):  # there is no room for it
                     self._group(group).renew(record)
         self._connections: set[_Connection] = set()
-        self._warn = WarnOnce()
+        self._warn = WarnOnce(_log)
         self._closing = False
         self._close_lock = threading.Lock()
         self._wake_reader = self._wake_writer = -1

@@ -7,10 +7,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
-from mq.log import Log
 from mq.rendezvous.record import (
     Cell,
     Claim,
@@ -21,13 +20,8 @@ from mq.rendezvous.record import (
     after_renewal,
 )
 
-_log = Log(__name__)
-
 T = TypeVar("T")
 Token = TypeVar("Token")
-
-MOST_PROBLEMS: Final = 256
-"""Problems of a store that are logged, each once."""
 
 
 class Store(ABC):
@@ -169,21 +163,6 @@ class CellStore(Store, Generic[Token]):
                     f"{self.description}; start fewer members under one name",
                     self.description,
                 )
-
-
-class WarnOnce:
-    """Logs each problem once, and no more than `MOST_PROBLEMS` of them."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-        self._lock = threading.Lock()
-
-    def __call__(self, key: str, message: str, *args: object) -> None:
-        with self._lock:
-            if key in self._seen or len(self._seen) >= MOST_PROBLEMS:
-                return
-            self._seen.add(key)
-        _log.warning(message, *args)
 
 
 def bounded(

@@ -26,8 +26,9 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 
 from mq import forks
 from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
+from mq.log import Log, WarnOnce
 from mq.rendezvous.record import Cell, Entry, Record, load_json
-from mq.rendezvous.store import CellStore, WarnOnce, bounded
+from mq.rendezvous.store import CellStore, bounded
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ class TorchrunStore(CellStore[_Stored]):
         # A store that stands still keeps the threads that ask it: a few, not all.
         self._turns = threading.BoundedSemaphore(4)
         self._beats: dict[str, tuple[_Stored, float]] = {}
-        self._warn = WarnOnce()
+        self._warn = WarnOnce(Log(__name__))
         self._store: _KeyValues | None = None
         self._opened = 0
         self._pause = MIN_PAUSE_SECONDS
