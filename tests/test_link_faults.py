@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from scripted import ScriptedConn, ScriptedLink
+from scripted import Parcel, ScriptedConn, ScriptedLink
 from world import World
 
 import mq
@@ -17,7 +17,7 @@ from mq import log, registry
 from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.large import Chunk
-from mq.mesh.reader import MALFORMED_LIMIT
+from mq.mesh.setbacks import TRIES
 from mq.transport import What
 from transports.inproc import InprocLink
 
@@ -77,13 +77,11 @@ def test_a_call_to_receive_that_raises_costs_a_connection(
     """That one only, whose session is resumed; the log has the traceback once."""
     world = subscribed("a", "b", "c", wholes="abc" if call == "take_body" else "")
     b = world["b"]
-    failed = fail(
-        monkeypatch, call, MALFORMED_LIMIT - 1, lambda conn, *_: conn.link is b.link
-    )
+    failed = fail(monkeypatch, call, TRIES - 1, lambda conn, *_: conn.link is b.link)
     assert world["a"].publish("t", LARGE)
     world.advance(2.0)
 
-    assert len(failed) == MALFORMED_LIMIT - 1
+    assert len(failed) == TRIES - 1
     assert b.payloads() == [LARGE]
     assert b.session(world["c"]).stats.connections == 1
     assert b.mesh.stats.forgotten == 0
@@ -135,7 +133,7 @@ def test_a_message_that_is_never_taken_ends_the_session(
     assert ("None, which is neither True nor False" in text) == (fault != "raises")
 
 
-@pytest.mark.parametrize("times", [MALFORMED_LIMIT - 1, MALFORMED_LIMIT])
+@pytest.mark.parametrize("times", [TRIES - 1, TRIES])
 def test_a_try_send_that_raises_costs_its_connection_in_the_end_its_session(
     times: int, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
 ) -> None:
@@ -154,14 +152,15 @@ def test_a_try_send_that_raises_costs_its_connection_in_the_end_its_session(
     assert isinstance(peer.conn, ScriptedConn)
     a.link.report(What.WRITABLE, peer.conn)
     world.pump()
-    assert len(failed) == 1  # nothing more is sent there
+    assert len(failed) == 1
+    assert peer.conn is None, "nothing more is sent there"
     world.advance(5.0)
 
     assert len(failed) == times
     assert c.payloads() == [LARGE]
     assert a.session(c).stats.connections == 1
-    assert a.mesh.stats.forgotten == (times == MALFORMED_LIMIT)
-    assert peer.alive == (times < MALFORMED_LIMIT)
+    assert a.mesh.stats.forgotten == (times == TRIES)
+    assert peer.alive == (times < TRIES)
     if peer.alive:
         assert b.payloads() == [LARGE]
     assert len(said()) == 1
@@ -200,6 +199,32 @@ def test_a_mistake_of_ours_is_not_blamed_on_the_link(
 
     assert world["b"].payloads() == [LARGE]
     assert not said()
+
+
+def test_each_direction_has_its_own_tries(
+    monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """Where both go wrong in turn, either ends the session all the same."""
+    world = subscribed("a", "b")
+    a, b = world["a"], world["b"]
+    peer = a.session(b)
+    fail(monkeypatch, "try_send", when=lambda conn, head, body=None: bool(body))
+    begun: set[ScriptedConn] = set()
+
+    def spoil_every_other(conn: ScriptedConn, parcel: Parcel) -> Parcel:
+        if conn.link is b.link and parcel[0][0] == wire.RECEIVED and conn not in begun:
+            begun.add(conn)
+            if len(begun) % 2:
+                return bytes([wire.FENCED + 100]) + parcel[0][1:], parcel[1]
+        return parcel
+
+    world.net.tamper = spoil_every_other
+    assert a.publish("t", LARGE)
+    world.advance(10.0)
+
+    assert not peer.alive
+    assert peer.stats.malformed == TRIES - 1
+    assert len(said()) == 1
 
 
 def test_a_sign_of_life_that_raises_costs_a_connection(

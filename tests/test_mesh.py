@@ -16,8 +16,7 @@ from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.dial import ATTEMPT_SECONDS, MAX_GREETERS, Dial
 from mq.mesh.greeting import GREET_SECONDS
-from mq.mesh.reader import MALFORMED_LIMIT
-from mq.mesh.starved import REST_SECONDS
+from mq.mesh.setbacks import REST_SECONDS, TRIES
 
 pytestmark = pytest.mark.usefixtures("small_messages")
 
@@ -732,14 +731,14 @@ def test_a_malformed_frame_costs_a_connection_and_nothing_else(kind: int) -> Non
     world = World("a", "b", "c")
     world["b"].subscribe("t")
     world.settle()
-    spoilt = spoil(world, world["b"], kind, MALFORMED_LIMIT - 1)
+    spoilt = spoil(world, world["b"], kind, TRIES - 1)
     small, large = b"small", bytes(range(200)) * 5
     for payload in (small, large):
         assert world["a"].publish("t", payload)
     world.advance(1.0)
-    assert len(spoilt) == MALFORMED_LIMIT - 1
+    assert len(spoilt) == TRIES - 1
     assert world["b"].payloads() == [small, large]
-    assert world["b"].mesh.stats.malformed == MALFORMED_LIMIT - 1
+    assert world["b"].mesh.stats.malformed == TRIES - 1
     assert world["b"].mesh.stats.forgotten == 0
 
 
@@ -748,7 +747,7 @@ def test_a_frame_that_stays_malformed_ends_the_session() -> None:
     world = World("a", "b")
     world["b"].subscribe("t")
     world.settle()
-    spoil(world, world["b"], wire.DATA, MALFORMED_LIMIT)
+    spoil(world, world["b"], wire.DATA, TRIES)
     assert world["a"].publish("t", b"bad")
     world.advance(5.0)
     assert world["b"].mesh.stats.forgotten == 1

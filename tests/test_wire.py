@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from world import World
 
 from mq.mesh import wire
-from mq.mesh.reader import MALFORMED_LIMIT
+from mq.mesh.setbacks import TRIES
 from mq.mesh.wire import Credit, Malformed, Subscribe, Subscribed
 
 SETTINGS = settings(deadline=None, max_examples=300)
@@ -193,7 +193,7 @@ def test_an_authenticated_peer_that_sends_nonsense_harms_nobody_else(
         world[name].subscribe("t")
     world.settle()
     head = wire.HEADER.pack(kind, flags, 0, number, received) + content
-    for _ in range(MALFORMED_LIMIT):
+    for _ in range(TRIES):
         for conn in world.net.between(world["b"].link, world["a"].link):
             conn.flight.append((head, body))
         world.pump()

@@ -304,6 +304,10 @@ class Backlog:
 
     # -- what the peer has received ----------
 
+    def first_lacking(self) -> int:
+        """Number of the first frame that it has not received; if none, of the last."""
+        return self.frames[0].number if self.frames else self.number
+
     def forget_received(self, number: int, now: float) -> bool:
         """The peer has all frames up to `number`; whether that was news.
 

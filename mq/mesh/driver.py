@@ -11,7 +11,6 @@ from mq.mesh.feed import Feed
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 from mq.mesh.publishing import Publishing
-from mq.mesh.starved import send
 from mq.seconds import deadline_after
 
 T = TypeVar("T")
@@ -146,10 +145,10 @@ class Driver(Publishing):
 
     def _send_credit(self) -> None:
         """Tell publishers at once that they may go on: they may be waiting for that."""
-        owed = self._subscriber.owed
+        owed, send = self._subscriber.owed, self.mesh.setbacks.send
         now = time.monotonic()
         while owed:
-            send(self.mesh, owed.pop(), now)
+            send(owed.pop(), now)
         self._nudge()
 
     def _wait_for_item(self, deadline: float | None) -> Any:

@@ -106,7 +106,7 @@ class Greetings(Dialling):
                 self._refuse_dial(greeter.dial, hs.VERSION, reason)
         except Malformed as error:
             self._mesh.stats.malformed += 1
-            self._mesh.reader.complain("", conn.address, error)
+            self._mesh.setbacks.complain("", conn.address, error)
             self._fail(conn, greeter, f"malformed handshake: {error}")
 
     def _step(self, conn: Conn, greeter: Greeter, raw: bytes) -> None:
@@ -166,7 +166,7 @@ class Greetings(Dialling):
         why: str = "it does not know the group's secret",
     ) -> None:
         self._mesh.stats.unauthenticated += 1
-        self._mesh.reader.complain(_OTHER_SECRET, conn.address, why)
+        self._mesh.setbacks.complain(_OTHER_SECRET, conn.address, why)
         if greeter.dial is None:
             self._refuse(conn, greeter, hs.SECRET, "the secrets of the members differ")
             return
@@ -234,7 +234,7 @@ class Greetings(Dialling):
                 mesh.resume(session, conn, greeting.received)
             except Malformed as error:
                 self._close(conn)
-                mesh.reader.malformed(session, error)
+                mesh.setbacks.malformed(session, error)
                 return
         else:
             if claim(mesh, greeting) is not None:
@@ -316,7 +316,7 @@ class Greetings(Dialling):
             self._close(conn)
             dial.done = True
             assert old is not None
-            mesh.reader.malformed(old, error)
+            mesh.setbacks.malformed(old, error)
             return
         del self._greeters[conn]
         dial.conn = None
@@ -375,7 +375,9 @@ class Greetings(Dialling):
                 continue
             if not (greeter.dial or greeter.refused or greeter.granted):
                 self._mesh.stats.refused += 1
-                self._mesh.reader.complain("", conn.address, "it did not greet in time")
+                self._mesh.setbacks.complain(
+                    "", conn.address, "it did not greet in time"
+                )
             self._fail(conn, greeter, f"{conn.address}: no answer")
         self.attempt_due(now)
 

@@ -83,10 +83,6 @@ class Liveness:
             stalled: Seconds for which this member has not polled.
         """
         for session in list(self._mesh.sessions.values()):
-            if session.fault is not None:
-                first = session.frames[0].number if session.frames else session.number
-                self._mesh.reader.faulty(session, session.fault, -first)
-                continue
             self.check_process(session)
             if not session.alive or session.timeout is None:
                 _heartbeat(session, now)

@@ -27,7 +27,7 @@ from mq.mesh.publisher import Publisher
 from mq.mesh.reader import Reader
 from mq.mesh.recovery import recover
 from mq.mesh.session import Fate, Session
-from mq.mesh.starved import send
+from mq.mesh.setbacks import Setbacks
 from mq.mesh.subscriber import Subscriber
 from mq.stats import MeshStats
 from mq.transport import LINGER_SECONDS, Event, What
@@ -69,6 +69,7 @@ class Mesh:
         self.subscriber = Subscriber(take, config.max_message_bytes, Returns())
         self.sessions: dict[str, Session] = {}
         self.conns: dict[Conn, Session] = {}
+        self.setbacks = Setbacks(self)
         self.reader = Reader(self)
         self.greetings = Greetings(self)
         self.liveness = Liveness(self)
@@ -155,7 +156,7 @@ class Mesh:
             now: The time by the mesh's clock.
             flush: As for `poll`.
         """
-        sent = False
+        sent, send = False, self.setbacks.send
         if self.subscriber.returns.queue:
             self.subscriber.give_back()
         for session in list(self.sessions.values()):
@@ -164,8 +165,9 @@ class Mesh:
                 or session.batch_at is not None
                 or session.answer_at is not None
                 or session.sent < len(session.frames)
+                or session.fault is not None
             ):
-                sent |= send(self, session, now, flush)
+                sent |= send(session, now, flush)
         return sent
 
     def next_deadline(self) -> float:
@@ -362,10 +364,7 @@ class Mesh:
 
     def by_name(self, name: str) -> Session | None:
         """The session with the member of this name."""
-        for session in self.sessions.values():
-            if session.name == name:
-                return session
-        return None
+        return next((s for s in self.sessions.values() if s.name == name), None)
 
     # -- leaving ----------
 
@@ -375,7 +374,7 @@ class Mesh:
         now = self.clock()
         for session in list(self.sessions.values()):
             session.control(wire.BYE, reason)
-            send(self, session, now, flush=True)
+            self.setbacks.send(session, now, flush=True)
 
     def has_left(self) -> bool:
         """Whether every peer has received the BYE, also who only knows of a session."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mq.log import Log, WarnOnce
 from mq.mesh import wire
 from mq.mesh.faults import LinkFault
 from mq.mesh.session import (
@@ -19,23 +18,17 @@ from mq.mesh.session import (
     UNHURRIED_SECONDS,
     Session,
 )
-from mq.mesh.starved import NO_MEMORY, starved
 from mq.mesh.wire import Malformed
 
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
     from mq.transport import Conn
 
-logger = Log(__name__)
-
 FRAMES_PER_TURN: Final = 64
 """Frames read from one connection before the others have their turn."""
 LONG_CONTROL_BYTES: Final = 1024
 """A control frame with more is the last of a turn: thousands of entries take longer to
 carry out than a message of their size, of which a turn has many."""
-MALFORMED_LIMIT: Final = 3
-"""Times the same frame may be malformed, or not be taken from the link or handed to it,
-before the session is given up."""
 _CONTROL_KINDS: Final = frozenset(
     {
         wire.SUBSCRIBE,
@@ -68,7 +61,7 @@ class Reader:
         self._publisher = mesh.publisher
         self._subscriber = mesh.subscriber
         self._faults = mesh.faults
-        self._warn = WarnOnce(logger)
+        self._setbacks = mesh.setbacks
         self.stopped_early = False
         self.until_message = False
         self.had_its_fill = False
@@ -111,13 +104,13 @@ class Reader:
                 ):
                     break
         except Malformed as error:
-            self.malformed(session, error)
+            self._setbacks.malformed(session, error)
             return
         except MemoryError as error:
-            starved(self._mesh, session, str(error) or NO_MEMORY, sending=False)
+            self._setbacks.starved(session, error)
             return
         except LinkFault as error:
-            self.faulty(session, error, session.received)
+            self._setbacks.unread(session, error)
             return
         self.stopped_early = True
 
@@ -328,43 +321,3 @@ class Reader:
         session.answer(now)
         session.left = True
         self._mesh.dismiss(session, reason or "left")
-
-    def malformed(self, session: Session, error: Malformed) -> None:
-        """A peer broke the protocol: drop the connection, in the end the session."""
-        mesh = self._mesh
-        mesh.stats.malformed += 1
-        session.stats.malformed += 1
-        self.complain(session.name, session.wire, error)
-        if self._is_hopeless(session, session.received):
-            mesh.forget(session, f"malformed frames: {error}")
-        else:
-            mesh.disconnect(session, f"malformed frame: {error}")
-
-    def faulty(self, session: Session, error: LinkFault, at: int) -> None:
-        """The link has failed: drop the connection, in the end the session.
-
-        Args:
-            at: The last frame received before the one that could not be; of those to be
-                sent the first that the peer lacks, negative.
-        """
-        if self._is_hopeless(session, at):
-            self._mesh.forget(session, f"{error}, again and again")
-        else:
-            self._mesh.disconnect(session, str(error))
-
-    def _is_hopeless(self, session: Session, at: int) -> bool:
-        """Whether it is the third time in the same place."""
-        number, times = session.broken_at
-        times = times + 1 if number == at else 1
-        session.broken_at = (at, times)
-        return times >= MALFORMED_LIMIT
-
-    def complain(self, who: str, address: str, error: object) -> None:
-        """Log what a peer did wrong, once per peer."""
-        self._warn(
-            who,
-            "dropped a frame of %s at %s: %s (further ones are only counted)",
-            who or "an unknown peer",
-            address or "an unknown address",
-            str(error),  # a log that keeps it must not keep its traceback
-        )

@@ -16,6 +16,7 @@ from mq.mesh.frame import Frame
 from mq.mesh.handshake import Greeting
 from mq.mesh.large import Large, Take
 from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, Outgoing, Topic
+from mq.mesh.setbacks import Setback
 from mq.mesh.wire import Malformed
 from mq.stats import PeerStats
 
@@ -66,12 +67,10 @@ class Session(Backlog):
         introduced: Whether the peer has told all its subscriptions.
         left: Whether it has said that it leaves, and so wants nothing more.
         partial: The chunk whose body is arriving: head, flags, frame number, view.
-        broken_at: The last frame received before a malformed one, or as `Reader.faulty`
-            has it, and how often a connection was broken there.
-        fault: What the link has raised in a call to send, on this connection.
-        starved_at: Of receiving, the last frame received before one for which there was
-            no memory; of sending, the first that the peer lacks; and since when.
-        rests_until: Until then it is not resumed, for want of memory.
+        inward, outward: What has gone wrong with receiving, and with sending.
+        fault: How the link has failed in a call to send, on this connection, which is
+            sent nothing more; `Setbacks.send` sees to it.
+        rests_until: Until then it is not resumed, as that would go wrong again.
         peer_waits: Whether the peer's `publish` has waited for us for long.
         fate: Why the session was forgotten; None while it lives.
         sending: Whether a message is being handed to the engine right now.
@@ -110,9 +109,8 @@ class Session(Backlog):
         self.unanswered = 0
         self.answer_at: float | None = None
         self.had_its_fill = False
-        self.broken_at = (-1, 0)
+        self.inward, self.outward = Setback(), Setback()
         self.fault: LinkFault | None = None
-        self.starved_at = [(-1, 0.0), (-1, 0.0)]
         self.rests_until = 0.0
         self.peer_waits = False
         self.fate: Fate | None = None

@@ -16,7 +16,6 @@ from mq.mesh import wire
 from mq.mesh.lead import Lead
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
-from mq.mesh.starved import send
 from mq.seconds import deadline_after
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ class Waiting(Lead):
                 self._waits[session] += 1
                 if self._waits[session] == 1:
                     session.control(wire.WAITING, True)
-                    send(self.mesh, session, time.monotonic(), flush=True)
+                    self.mesh.setbacks.send(session, time.monotonic(), flush=True)
 
     def _tell_going_on(self, told: set[Session]) -> None:
         """The call does not wait any more; perhaps others of this member do."""
@@ -192,7 +191,7 @@ class Waiting(Lead):
             del self._waits[session]
             if session.alive:
                 session.control(wire.WAITING, False)
-                send(self.mesh, session, time.monotonic(), flush=True)
+                self.mesh.setbacks.send(session, time.monotonic(), flush=True)
 
     def _raise_timeout(
         self,
