@@ -8,7 +8,7 @@ from world import World
 
 from mq.mesh import handshake as hs
 from mq.mesh import wire
-from mq.mesh.greeting import STRANGER_BYTES
+from mq.mesh.greeting import GREET_SECONDS, STRANGER_BYTES
 from mq.mesh.handshake import Handshake
 
 
@@ -117,6 +117,23 @@ def test_noise_before_it_does_not_keep_a_wrong_secret_out_of_the_log(
     world.advance(1.0)
     texts = [record.getMessage() for record in caplog.records[before:]]
     assert any(f"at {x.link.address}?" in text for text in texts)
+
+
+def test_noise_before_it_does_not_keep_who_says_nothing_out_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It sent no frame that could be dropped: the text says what it did not do."""
+    world = World("a")
+    a, x = world["a"], world.add("x")
+    world.stall("x")
+    assert x.link.dial(a.link.address).try_send(b"noise")
+    for _ in range(2):
+        x.link.dial(a.link.address)
+    world.advance(2 * GREET_SECONDS)
+    noise, silence = (record.getMessage() for record in caplog.records)
+    assert noise.startswith("dropped a handshake of an unknown peer at")
+    assert silence.startswith("dropped a connection of an unknown peer at")
+    assert "did not greet in time" in silence
 
 
 def test_a_dialler_that_hangs_up_after_the_challenge_has_said_nothing_of_its_secret(

@@ -30,8 +30,6 @@ FATAL: Final = frozenset(
 """Refusals that no repetition changes."""
 FINAL: Final = frozenset({hs.SELF, hs.LEAVING, hs.RESET})
 """Refusals after which there is nothing more to reach."""
-_OTHER_SECRET: Final = "somebody with another secret"
-"""By this name in the log, which other strangers before it do not keep it out of."""
 
 
 class Greetings(Dialling):
@@ -106,7 +104,7 @@ class Greetings(Dialling):
                 self._refuse_dial(greeter.dial, hs.VERSION, reason)
         except Malformed as error:
             self._mesh.stats.malformed += 1
-            self._mesh.setbacks.complain("", conn.address, error)
+            self._mesh.setbacks.complain("a handshake", "", conn.address, error)
             self._fail(conn, greeter, f"malformed handshake: {error}")
 
     def _step(self, conn: Conn, greeter: Greeter, raw: bytes) -> None:
@@ -166,7 +164,8 @@ class Greetings(Dialling):
         why: str = "it does not know the group's secret",
     ) -> None:
         self._mesh.stats.unauthenticated += 1
-        self._mesh.setbacks.complain(_OTHER_SECRET, conn.address, why)
+        what = "a handshake with another secret"
+        self._mesh.setbacks.complain(what, "", conn.address, why)
         if greeter.dial is None:
             self._refuse(conn, greeter, hs.SECRET, "the secrets of the members differ")
             return
@@ -375,9 +374,8 @@ class Greetings(Dialling):
                 continue
             if not (greeter.dial or greeter.refused or greeter.granted):
                 self._mesh.stats.refused += 1
-                self._mesh.setbacks.complain(
-                    "", conn.address, "it did not greet in time"
-                )
+                why = "it did not greet in time"
+                self._mesh.setbacks.complain("a connection", "", conn.address, why)
             self._fail(conn, greeter, f"{conn.address}: no answer")
         self.attempt_due(now)
 

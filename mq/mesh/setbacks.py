@@ -68,7 +68,7 @@ class Setbacks:
         mesh = self._mesh
         mesh.stats.malformed += 1
         session.stats.malformed += 1
-        self.complain(session.name, session.wire, error)
+        self.complain("a frame", session.name, session.wire, error)
         if session.inward.at(session.received).is_last():
             mesh.forget(session, f"malformed frames: {error}")
         else:
@@ -133,11 +133,16 @@ class Setbacks:
             self._failed(session, setback, session.fault)
         return sent
 
-    def complain(self, who: str, address: str, error: object) -> None:
-        """Log what a peer did wrong, once per peer."""
+    def complain(self, what: str, who: str, address: str, error: object) -> None:
+        """Log what a peer did wrong, once per peer and what was dropped for it.
+
+        Args:
+            who: The peer's name; "" of all whose name is not known.
+        """
         self._warn(
-            who,
-            "dropped a frame of %s at %s: %s (further ones are only counted)",
+            (what, who),
+            "dropped %s of %s at %s: %s (further ones are only counted)",
+            what,
             who or "an unknown peer",
             address or "an unknown address",
             str(error),  # a log that keeps it must not keep its traceback
