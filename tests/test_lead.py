@@ -80,6 +80,7 @@ def test_a_child_forked_as_recv_begins_gets_no_message() -> None:
 def lead() -> Lead:
     """A lead whose mesh finds something with every poll; its keeper does not run."""
     mesh: Any = SimpleNamespace(changed=0, batch_deadline=lambda: float("inf"))
+    mesh.faults = SimpleNamespace(deaf=False)
 
     def poll(*args: object, **options: object) -> None:
         mesh.changed += 1

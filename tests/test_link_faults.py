@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from mq.errors import MessagesLost
 from mq.mesh import wire
 from mq.mesh.large import Chunk
 from mq.mesh.setbacks import TRIES
+from mq.testing.waiting import STEP, wait_until
 from mq.transport import What
 from transports.inproc import InprocLink
 
@@ -100,6 +102,160 @@ def test_a_fault_of_each_queue_is_told_of(
         world.advance(2.0)
         assert world["b"].payloads() == [LARGE]
     assert len(said()) == 2
+
+
+def answers_wrongly(
+    patch: pytest.MonkeyPatch,
+    call: str,
+    answer: Any,
+    when: Callable[..., bool] = lambda *arguments: True,
+) -> list[object]:
+    """Have a call of scripted connections do its part, and once answer otherwise."""
+    usual = getattr(ScriptedConn, call)
+    failed: list[object] = []
+
+    def faulty(conn: ScriptedConn, *arguments: Any) -> Any:
+        found = usual(conn, *arguments)
+        if found is not None and not failed and when(conn, *arguments):
+            failed.append(arguments)
+            return answer
+        return found
+
+    faulty.__qualname__ = f"ScriptedConn.{call}"
+    patch.setattr(ScriptedConn, call, faulty)
+    return failed
+
+
+@pytest.mark.parametrize("what", ["body", "sign of life", "loan"])
+def test_a_call_to_send_that_answers_nothing_costs_a_connection(
+    what: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """Taken for "not now" it would be waited for until the peer is given up."""
+    world = subscribed(
+        "a", "b", lends={"a": 1 << 20, "b": 1 << 20} if what == "loan" else None
+    )
+    a, b = world["a"], world["b"]
+    call = "lend" if what == "loan" else "try_send"
+
+    def is_meant(conn: ScriptedConn, head: Any, body: object = None) -> bool:
+        signs = what == "sign of life"
+        return bool(body) or what == "loan" or (signs and head[0] == wire.RECEIVED)
+
+    failed = answers_wrongly(monkeypatch, call, None, is_meant)
+    assert a.publish("t", LARGE)
+    world.advance(4.0)
+
+    assert len(failed) == 1
+    assert b.payloads() == [LARGE]
+    assert a.session(b).stats.connections == 2
+    world.close()
+    (text,) = said()
+    assert text.startswith(f"ScriptedConn.{call} failed: TypeError: it returned None")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        0,
+        b"",
+        b"xy",
+        (b"x",),
+        (b"x", 0, 0),
+        (b"x", None),
+        ("x", 0),
+        (0, b"x"),
+        (b"x", -1),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("when", ["handshake", "session"])
+def test_what_is_no_message_costs_a_connection(
+    answer: Any,
+    when: str,
+    monkeypatch: pytest.MonkeyPatch,
+    said: Callable[[], list[str]],
+) -> None:
+    """Or refuses a dial; it is none of the peer's doing."""
+    world = subscribed("a", "b")
+    member = world["b"] if when == "session" else world.add("x")
+    failed = answers_wrongly(
+        monkeypatch, "receive", answer, lambda conn: conn.link is member.link
+    )
+    if when == "session":
+        assert world["a"].publish("t", LARGE)
+        world.advance(2.0)
+        assert world["b"].payloads() == [LARGE]
+        assert world["a"].session(world["b"]).stats.connections == 2
+    else:
+        dial = member.dial(world["a"])
+        world.settle()
+        assert "ScriptedConn.receive failed" in dial.error
+    assert len(failed) == 1
+    assert not world["b"].mesh.stats.malformed
+    (text,) = said()
+    assert re.match(r"ScriptedConn\.receive failed: (Type|Value)Error: ", text)
+
+
+@pytest.mark.parametrize("call", ["close", "let_go"])
+def test_a_call_as_a_connection_ends_that_raises_costs_no_other(
+    call: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """It is broken anyway, and its session resumed."""
+    world = subscribed("a", "b", "c")
+    link = world["a"].link
+    failed = fail(monkeypatch, call, when=lambda conn: conn.link is link)
+    for _ in range(2):
+        world.cut("a", "b")
+        world.advance(2.0)
+    assert world["a"].publish("t", LARGE)
+    world.settle()
+
+    assert len(failed) > 1
+    assert world["b"].payloads() == [LARGE]
+    assert world["a"].session(world["b"]).stats.connections == 3
+    assert world["a"].session(world["c"]).stats.connections == 1
+    (text,) = said()
+    assert text.startswith(f"ScriptedConn.{call} failed: ZeroDivisionError")
+
+
+@pytest.mark.parametrize("answer", ["raises", None, b"x" * 1000, memoryview(b"x")])
+def test_memory_that_cannot_be_borrowed_costs_a_connection(
+    answer: Any, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """Unlike memory that the peer never lent it is none of its doing."""
+    world = subscribed("a", "b", lends={"a": 1 << 20, "b": 1 << 20})
+    if answer == "raises":
+        failed = fail(monkeypatch, "borrow", 1)
+    else:
+        failed = answers_wrongly(monkeypatch, "borrow", answer)
+    assert world["a"].publish("t", LARGE)
+    world.advance(2.0)
+
+    assert len(failed) == 1
+    assert world["b"].payloads() == [LARGE]
+    assert not world["b"].mesh.stats.malformed
+    world.close()
+    (text,) = said()
+    assert text.startswith("ScriptedConn.borrow failed: ")
+
+
+def test_a_farewell_that_raises_is_no_fault_of_who_comes_instead(
+    monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """The earlier life of a name is told that it is over, if it can be."""
+    world = subscribed("a", "b")
+    world.members["old"] = world.members.pop("b")
+    fail(
+        monkeypatch,
+        "try_send",
+        when=lambda conn, head, body=None: head[0] == wire.FENCED,
+    )
+    new = world.join("b")
+    world.settle()
+
+    assert list(world["a"].mesh.sessions) == [new.incarnation]
+    assert world["a"].session(new).stats.connections == 1
+    assert len(said()) == 1
 
 
 def none(conn: ScriptedConn, into: memoryview) -> None:
@@ -349,3 +505,92 @@ def test_a_link_that_opens_without_a_list_of_addresses_is_told(
     monkeypatch.setitem(registry._TABLE, "faulty", registry.Entry(Faulty))
     with pytest.raises(TypeError, match=r"Faulty\.open returned .*no list of address"):
         mq.connect("faulty", group="faults")
+
+
+class Failing(InprocLink):
+    """Does its part until a test says otherwise.
+
+    Attributes:
+        poll_fails: How `poll` does.
+        close_fails: Whether `close` does.
+        polls: How often it was polled since.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.poll_fails = ""
+        self.close_fails = False
+        self.polls = 0
+
+    def poll(self) -> Any:
+        if not self.poll_fails:
+            return super().poll()
+        self.polls += 1
+        if self.poll_fails == "returns None":
+            return None
+        return self._report()
+
+    def _report(self) -> Iterator[Any]:
+        yield from super().poll()
+        if self.poll_fails == "yields None":
+            yield None
+        raise ZeroDivisionError("by a fault of the link")
+
+    def close(self, linger: float = 0.0) -> None:
+        super().close(linger)
+        if self.close_fails:
+            raise ZeroDivisionError("by a fault of the link")
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[mq.MQ, mq.MQ, Failing]]:
+    """Two queues, and the link of the first one."""
+    monkeypatch.setitem(registry._TABLE, "failing", registry.Entry(Failing))
+    with (
+        mq.connect("failing", group="faults", name="a") as a,
+        mq.connect("failing", group="faults", name="b") as b,
+    ):
+        b.subscribe("t")
+        a.wait_for_subscribers("t", 1, timeout=STEP)
+        link = a._joined.link
+        assert isinstance(link, Failing)
+        yield a, b, link
+
+
+@pytest.mark.parametrize("by", ["a call", "the keeper"])
+@pytest.mark.parametrize("fault", ["raises", "yields None", "returns None"])
+def test_a_poll_that_fails_ends_its_queue_with_its_name(
+    fault: str,
+    by: str,
+    failing: tuple[mq.MQ, mq.MQ, Failing],
+    said: Callable[[], list[str]],
+) -> None:
+    """Nothing more can arrive. It is not polled again, by the keeper either."""
+    a, b, link = failing
+    link.poll_fails = fault
+    if by == "the keeper":
+        wait_until(lambda: bool(a._mesh.replaced), "the keeper has polled")
+    for call in (lambda: a.recv(timeout=STEP), lambda: a.publish("t", 1)):
+        with pytest.raises(mq.Closed, match=r"Failing\.poll failed: \w+Error: "):
+            call()
+    assert a._driver._keeper.is_alive()
+    assert a._driver._turn() > 0.0
+    a.close()
+
+    assert link.polls == 1
+    b.publish("t", "goes on")
+    (text,) = said()
+    assert re.match(r"Failing\.poll failed.* can only be closed", text)
+
+
+def test_a_link_whose_close_raises_leaves_nothing_else_open(
+    failing: tuple[mq.MQ, mq.MQ, Failing], said: Callable[[], list[str]]
+) -> None:
+    """And whoever closes the queue has closed it."""
+    a, _, link = failing
+    link.close_fails = True
+    a.close()
+
+    assert not a._driver._keeper.is_alive()
+    (text,) = said()
+    assert text.startswith("Failing.close failed: ZeroDivisionError")

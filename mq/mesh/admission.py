@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Final
 
 from mq.descriptors import free_descriptors
 from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.config import CODEC_VERSION
+from mq.mesh.faults import LinkFault
 from mq.mesh.handshake import Greeting, Refusal
 
 if TYPE_CHECKING:
@@ -85,7 +87,8 @@ def _fence(mesh: Mesh, session: Session, by: str) -> None:
     if session.conn is not None:
         content = wire.encode(by)
         head = wire.HEADER.pack(wire.FENCED, 0, 0, 0, session.received) + content
-        session.conn.try_send(head)
+        with contextlib.suppress(LinkFault):  # else it learns it when it comes back
+            mesh.faults.asked(session.conn.try_send, head)
     mesh.dismiss(session, by)
 
 

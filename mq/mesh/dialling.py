@@ -173,7 +173,7 @@ class Dialling:
 
     def _close(self, conn: Conn) -> None:
         if conn in self._greeters:
-            conn.close()
+            self._faults.close(conn)
             del self._greeters[conn]  # an interrupt before it is repeated by `recover`
 
     def next_deadline(self, limit: float) -> float:

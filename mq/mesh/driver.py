@@ -222,7 +222,7 @@ class Driver(Publishing):
                     while True:
                         self._poll(flush=True)
                         marks = self._publisher.unsettled(marks)
-                        if not marks or all(link.ended for link in mesh.links):
+                        if not marks or self._is_over():
                             break
                         if not self._sleep(min(leave_by)):
                             break
@@ -233,12 +233,17 @@ class Driver(Publishing):
                     self._poll(flush=True)
                     last = max(min(leave_by), said + FAREWELL_SECONDS)
                     last = min(last, said + MOST_FAREWELL_SECONDS)
-                    if mesh.has_left() or not self._sleep(last):
+                    if mesh.has_left() or mesh.faults.deaf or not self._sleep(last):
                         break
             finally:
                 self._leave()
             # What arrived meanwhile; who is gone by now may not have got it.
             return [(feed, last) for feed, last in marks if feed.received < last]
+
+    def _is_over(self) -> bool:
+        """Whether nothing is heard any more of who receives what was published."""
+        mesh = self.mesh
+        return mesh.faults.deaf or all(link.ended for link in mesh.links)
 
     def discard_inbox(self) -> None:
         """Count what `recv` will never take."""

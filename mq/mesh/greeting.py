@@ -11,9 +11,8 @@ from mq.mesh import wire
 from mq.mesh.admission import claim, crowded, objection
 from mq.mesh.dial import MAX_GREETERS, Dial, Granted, Greeter
 from mq.mesh.dialling import Dialling
-from mq.mesh.faults import LinkFault
+from mq.mesh.faults import LinkFault, Message
 from mq.mesh.handshake import Greeting, Refusal
-from mq.mesh.reader import Message
 from mq.mesh.wire import Malformed
 from mq.transport import Event, What
 
@@ -49,7 +48,7 @@ class Greetings(Dialling):
             return
         greeter = self._greeters.get(conn)
         if greeter is None:
-            conn.close()
+            self._faults.close(conn)
             return
         try:
             if event.what is What.OPENED:
@@ -79,7 +78,7 @@ class Greetings(Dialling):
             self._close(strangers[0])
 
     def _read(self, conn: Conn, greeter: Greeter) -> None:
-        message = self._faults.asked(conn.receive)
+        message = self._faults.received(conn)
         if message is None:
             return
         head, nbody = message
@@ -392,5 +391,5 @@ class Greetings(Dialling):
                 self._fail(conn, greeter, "interrupted")
         for dial in self.dials:
             if dial.conn is not None:
-                dial.conn.close()
+                self._faults.close(dial.conn)
                 dial.failed("interrupted", self._mesh.clock())

@@ -339,6 +339,8 @@ class Lead:
     def _turn(self) -> float:
         """What is due; seconds until the next turn. The lock is held."""
         self._run_upkeep()
+        if self.mesh.faults.deaf:
+            return self.upkeep_seconds  # what is readable would stay so
         now = time.monotonic()
         if self._leader is not None and self._leader != _KEEPER:
             late_at = self._asleep_until + IDLE_SECONDS

@@ -64,7 +64,7 @@ class Mesh:
         self.clock = clock
         self._take = take
         self.stats = MeshStats()
-        self.faults = Faults()
+        self.faults = Faults(self.replace)
         self.publisher = Publisher(take, Cutting.of(links))
         self.subscriber = Subscriber(take, config.max_message_bytes, Returns())
         self.sessions: dict[str, Session] = {}
@@ -119,7 +119,7 @@ class Mesh:
         for _ in range(ROUNDS_PER_POLL):
             reader.stopped_early = shown = False
             for link in self.links:
-                for event in link.poll():
+                for event in self.faults.events(link):
                     self._handle(event)
                     if (now := self.clock()) >= show_at:  # the rest may take long
                         show_at = now + self.liveness.tick_seconds
@@ -271,7 +271,7 @@ class Mesh:
         conn = session.detach()
         if conn is not None:
             self.conns.pop(conn, None)
-            conn.close()
+            self.faults.close(conn)
 
     def disconnect(self, session: Session, reason: str) -> None:
         """The connection of a session is broken; resume it, unless the peer is dead."""
@@ -396,4 +396,4 @@ class Mesh:
         self.conns.clear()
         self.sessions.clear()
         for link in self.links:
-            link.close(linger)
+            self.faults.close(link, linger)

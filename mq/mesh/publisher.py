@@ -162,8 +162,7 @@ class Publisher:
         if not large.own(self._take, needed, most_bytes):
             return False
         for session in sessions:
-            if session.conn is not None:
-                session.conn.let_go()
+            session.let_go()
         return True
 
     def close_gates(self) -> None:
@@ -349,8 +348,7 @@ class Publisher:
             topic.total()  # it may still refer to messages that have left the log
             self._own_all(logged[1] for logged in topic.view[2])
         for session in sessions:
-            if session.conn is not None:
-                session.conn.let_go()
+            session.let_go()
             self._own_all(frame.large for frame in session.frames)
             for feed in session.feeds.values():
                 if feed.progress is not None:

@@ -56,8 +56,8 @@ def _drop_strays(mesh: Mesh) -> None:
         known = mesh.sessions.get(session.peer.incarnation) is session
         if not known or session.conn is not conn:
             del mesh.conns[conn]
-            conn.close()
+            mesh.faults.close(conn)
     for session in mesh.sessions.values():
         if session.conn is not None and session.conn not in mesh.conns:
-            session.conn.close()
+            mesh.faults.close(session.conn)
             session.detach()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.mesh import wire
 from mq.mesh.backlog import Backlog
-from mq.mesh.faults import Faults, LinkFault
+from mq.mesh.faults import Faults, LinkFault, neither
 from mq.mesh.feed import Feed
 from mq.mesh.frame import Frame
 from mq.mesh.handshake import Greeting
@@ -171,13 +171,20 @@ class Session(Backlog):
     def detach(self) -> Conn | None:
         """The connection is broken; the session waits for the next."""
         conn = self.conn
-        if conn is not None:
-            conn.let_go()  # it may go on sending while it closes
+        self.let_go()  # it may go on sending while it closes
         self.partial = None
         self.fault = None
         self.blocked = False
         self.conn = None
         return conn
+
+    def let_go(self) -> None:
+        """Have the link read no more of the bodies that it was given."""
+        if self.conn is not None:
+            try:
+                self._faults.asked(self.conn.let_go)
+            except LinkFault as error:
+                self.fault = error
 
     def drop_frames(self) -> None:
         """Whoever still knows the session need not keep what was never received."""
@@ -340,9 +347,9 @@ class Session(Backlog):
         self.lent[feed.subscription, sequence] = large.block
         self.sending = True
         try:
-            accepted = conn.lend(large.block.segment)
-        except Exception as error:
-            self.fault = self._faults.fault(conn.lend, error)
+            accepted = self._faults.is_true(conn.lend, large.block.segment)
+        except LinkFault as error:
+            self.fault = error
             accepted = False
         self.sending = False
         return accepted
@@ -358,6 +365,8 @@ class Session(Backlog):
         self.sending = True
         try:
             accepted = send(head) if body is None else send(head, body)
+            if accepted is None:
+                raise neither()
         except Exception as error:
             self.fault = self._faults.fault(send, error)
             accepted = False
