@@ -344,7 +344,7 @@ def test_what_a_dead_publisher_did_not_write_never_arrived(
     world.settle()
 
     assert sorted(b.payloads()) == [b"before it", b"beside it"]
-    assert not b.mesh.subscriber.copies
+    assert not b.mesh.subscriber.copies.waiting
     assert not b.mesh.subscriber.inbox.fifo
 
 

@@ -91,7 +91,7 @@ def test_a_gpu_that_has_failed_ends_the_session_after_a_few_tries(
         a.publish("gpu", torch.ones(count), timeout=PATIENCE)
         assert b.recv(timeout=PATIENCE).payload.shape == (count,)
     told = [record.name for record in caplog.records if ASSERT in record.message]
-    expected = ["mq.mesh.setbacks", "mq.mesh.mesh"]
+    expected = ["mq.mesh.setbacks", "mq.mesh.burial"]
     if where.startswith("leaves"):
         expected.insert(0, "transports._torchrpc_sharing")
     assert told == expected

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from mq.mesh import wire
 from mq.mesh.feed import Feed
-from mq.mesh.frame import Frame
+from mq.mesh.frame import Frame, chunk_frame
 from mq.mesh.large import Large, Take
 from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, NO_LIMIT, Outgoing, Topic
 from mq.mesh.pace import Pace
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mq.mesh.large import Chunk
     from mq.segments import Block
 
-CHUNKS_PER_ANSWER: Final = 4
 MOST_ANSWER_BYTES: Final = 64 << 20
 """Of answers that a peer may have asked for and not received."""
 _FRAME_BYTES: Final = 256
@@ -245,44 +244,17 @@ class Backlog:
         chunk = large.chunks[index]
         assert chunk is not None
         end = self._end(feed, message, chunk, index, begin)
-        ends = end == chunk.body_nbytes
-        last = ends and index + 1 == len(large.chunks)
-        small = b"" if begin else chunk.part
-        head = wire.CHUNK_HEAD.pack(
-            feed.subscription,
-            len(small),
-            message.sequence,
-            message.published_at,
-            len(large),
-            chunk.offset_of(begin) if begin else chunk.offset,
-        )
-        parts = [head, small]
-        if large.areas:
-            place = wire.pack_piece(chunk.area, chunk.start, large.areas)
-            parts.insert(1, place)
-        flags = wire.FLAG_LAST if last else 0
-        if chunk.piece is not None:
-            flags |= wire.FLAG_TENSOR
-        every = (index + 1) % CHUNKS_PER_ANSWER == 0
-        if last or every or self.is_ahead(ANSWERED_PART):
-            flags |= wire.FLAG_ANSWER
-        self._append(
-            Frame(
-                wire.PIECE if large.areas else wire.CHUNK,
-                self.number + 1,
-                parts,
-                flags,
-                [(feed, message.sequence)] if last else None,
-                large,
-                index,
-                (begin, end) if begin or not ends else None,
-            )
-        )
+        ahead = self.is_ahead(ANSWERED_PART)
+        part = begin, end
+        frame = chunk_frame(self.number + 1, feed, message, large, index, part, ahead)
+        self._append(frame)
         begins = feed.progress is None
-        if last:
+        if frame.completes:
             feed.progress = None
+        elif end == chunk.body_nbytes:
+            feed.progress = (message, index + 1, 0)
         else:
-            feed.progress = (message, *((index + 1, 0) if ends else (index, end)))
+            feed.progress = (message, index, end)
         feed.on_wire = feed.keep is not None
         if begins:
             feed.framed(message.sequence)

@@ -83,17 +83,18 @@ class Copying:
 
 
 class Copies:
-    """Those under way, each in turn."""
+    """Those under way, each in turn.
+
+    Attributes:
+        waiting: They, the next one first.
+    """
 
     def __init__(self, take: Take) -> None:
         self._take = take
-        self._waiting: deque[Copying] = deque()
+        self.waiting: deque[Copying] = deque()
         self._pause = 0.0
         self._in_vain = 0
         self._due = 0.0
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
 
     def begin(self, run: Run, counter: memoryview | None) -> None:
         """Copy the one message of a run, which is not in the inbox yet.
@@ -102,7 +103,7 @@ class Copies:
             counter: How much of it is there; None: all of it.
         """
         run.copying = Copying(run, counter, self._take(len(run.areas[0])))
-        self._waiting.append(run.copying)
+        self.waiting.append(run.copying)
         self._progress()
 
     def _progress(self) -> None:
@@ -114,7 +115,7 @@ class Copies:
 
         Until then those that publish these messages have to go on.
         """
-        return min(latest, self._due) if self._waiting else latest
+        return min(latest, self._due) if self.waiting else latest
 
     def go_on(self, now: float, *, at_once: bool = False) -> bool:
         """Copy a piece of one message, if there is any; whether it was.
@@ -123,22 +124,22 @@ class Copies:
             now: The time by the mesh's clock.
             at_once: Look for more of it even before the deadline.
         """
-        if not self._waiting or (now < self._due and not at_once):
+        if not self.waiting or (now < self._due and not at_once):
             return False
-        copying = self._waiting[0]
+        copying = self.waiting[0]
         before = copying.done
         session = copying.run.source.session
         # It may be in no inbox, from where it would be cut: after an interrupt.
         lost = not session.alive and copying.lacks()
         if lost or copying.go_on():
-            self._waiting.popleft()
+            self.waiting.popleft()
         else:
-            self._waiting.rotate(-1)
+            self.waiting.rotate(-1)
         self._in_vain += 1
         if copying.done > before or not copying.wanted:
             self._progress()
             return True
-        if self._in_vain >= len(self._waiting):
+        if self._in_vain >= len(self.waiting):
             pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), LAST_PAUSE_SECONDS)
             self._pause = pause
             self._due = now + pause

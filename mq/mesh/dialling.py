@@ -153,6 +153,15 @@ class Dialling:
         self.cancel(dial)
         self._mesh.changed += 1
 
+    def _end_dial(
+        self, conn: Conn, greeter: Greeter, dial: Dial, code: str, reason: str
+    ) -> None:
+        """No repetition changes it, but for a peer that may yet be reached again."""
+        if dial.returning:
+            self._fail(conn, greeter, reason)
+        else:
+            self._refuse_dial(dial, code, reason)
+
     def cancel_redial(self, session: Session) -> None:
         """The session is gone: what an attempt under way may resume must not begin."""
         for dial in self.dials:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mq.log import Log, WarnOnce
-from mq.transport import Event
 
 if TYPE_CHECKING:
     from mq.mesh.copying import Borrow
@@ -141,20 +140,12 @@ class Faults:
         except Exception as error:
             self.fault(of.close, error, "what it has may stay open")
 
-    def events(self, link: Link) -> Iterator[Event]:
-        """What a link reports; nothing any more once one has failed at that."""
-        if self.deaf:
-            return
-        try:
-            for event in link.poll():
-                if not isinstance(event, Event):
-                    raise TypeError(f"it yielded {event!r}, which is no Event")
-                yield event
-        except Exception as error:
-            cost = "the queue hears nothing more and can only be closed"
-            reason = str(self.fault(link.poll, error, cost))
-            self.deaf = True
-            self._end(reason)
+    def deafen(self, link: Link, error: Exception) -> None:
+        """A link has raised something, which is being handled, in place of an event."""
+        cost = "the queue hears nothing more and can only be closed"
+        reason = str(self.fault(link.poll, error, cost))
+        self.deaf = True
+        self._end(reason)
 
 
 def neither() -> TypeError:

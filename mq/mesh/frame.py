@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from mq.mesh import wire
 from mq.mesh.feed import Feed
 from mq.mesh.large import Large
+from mq.mesh.outgoing import Outgoing
+
+CHUNKS_PER_ANSWER: Final = 4
 
 
 class Frame:
@@ -70,3 +75,52 @@ class Frame:
         chunk = self.large.chunks[self.chunk]
         piece = 0 if chunk is None or chunk.piece is None else len(chunk.piece)
         return len(self.parts[-1]) + self.body_nbytes + piece
+
+
+def chunk_frame(
+    number: int,
+    feed: Feed,
+    message: Outgoing,
+    large: Large,
+    index: int,
+    part: tuple[int, int],
+    ahead: bool,
+) -> Frame:
+    """The frame of a chunk of a large message, or of a part of its body.
+
+    Args:
+        part: Where in the body that begins and ends.
+        ahead: Whether so much is under way that the peer must answer.
+    """
+    chunk = large.chunks[index]
+    assert chunk is not None
+    begin, end = part
+    ends = end == chunk.body_nbytes
+    last = ends and index + 1 == len(large.chunks)
+    small = b"" if begin else chunk.part
+    head = wire.CHUNK_HEAD.pack(
+        feed.subscription,
+        len(small),
+        message.sequence,
+        message.published_at,
+        len(large),
+        chunk.offset_of(begin) if begin else chunk.offset,
+    )
+    parts = [head, small]
+    if large.areas:
+        parts.insert(1, wire.pack_piece(chunk.area, chunk.start, large.areas))
+    flags = wire.FLAG_LAST if last else 0
+    if chunk.piece is not None:
+        flags |= wire.FLAG_TENSOR
+    if last or ahead or (index + 1) % CHUNKS_PER_ANSWER == 0:
+        flags |= wire.FLAG_ANSWER
+    return Frame(
+        wire.PIECE if large.areas else wire.CHUNK,
+        number,
+        parts,
+        flags,
+        [(feed, message.sequence)] if last else None,
+        large,
+        index,
+        part if begin or not ends else None,
+    )

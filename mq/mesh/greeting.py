@@ -56,8 +56,8 @@ class Greetings(Dialling):
             elif event.what is What.LOST:
                 reason = event.reason or "connection lost"
                 dial = greeter.dial
-                if event.refused and dial is not None and not dial.returning:
-                    self._refuse_dial(dial, hs.LINK, reason)
+                if event.refused and dial is not None:
+                    self._end_dial(conn, greeter, dial, hs.LINK, reason)
                 else:
                     self._fail(conn, greeter, reason)
             elif event.what is What.READABLE:
@@ -97,47 +97,54 @@ class Greetings(Dialling):
             reason = f"{conn.address}: {error}"
             if greeter.dial is None:
                 self._refuse(conn, greeter, hs.VERSION, str(error))
-            elif greeter.dial.returning:
-                self._fail(conn, greeter, reason)
             else:
-                self._refuse_dial(greeter.dial, hs.VERSION, reason)
+                self._end_dial(conn, greeter, greeter.dial, hs.VERSION, reason)
         except Malformed as error:
             self._mesh.stats.malformed += 1
             self._mesh.setbacks.complain("a handshake", "", conn.address, error)
             self._fail(conn, greeter, f"malformed handshake: {error}")
 
     def _step(self, conn: Conn, greeter: Greeter, raw: bytes) -> None:
-        shake = greeter.handshake
-        kind = raw[0] if raw else 0
         if greeter.dial is None:
-            if kind == wire.HELLO and not greeter.greeted:
-                greeter.greeted = True
-                self._send(conn, greeter, shake.challenge(raw))
-            elif kind == wire.GREETING and greeter.greeted:
-                greeting = shake.greeting(raw)
-                if greeting is None:
-                    self._unproven(conn, greeter)
-                else:
-                    self._accept(conn, greeter, greeting)
-            elif kind == wire.REFUSED and greeter.greeted:
-                shake.check_distrust(raw)
-                self._unproven(conn, greeter, "it says that its secret is another")
+            self._hear_dialler(conn, greeter, raw)
+        else:
+            self._hear_listener(conn, greeter, greeter.dial, raw)
+
+    def _hear_dialler(self, conn: Conn, greeter: Greeter, raw: bytes) -> None:
+        shake, kind = greeter.handshake, raw[0] if raw else 0
+        if kind == wire.HELLO and not greeter.greeted:
+            greeter.greeted = True
+            self._send(conn, greeter, shake.challenge(raw))
+        elif kind == wire.GREETING and greeter.greeted:
+            greeting = shake.greeting(raw)
+            if greeting is None:
+                self._unproven(conn, greeter)
             else:
-                raise Malformed(f"handshake frame {kind} out of place")
-        elif kind == wire.CHALLENGE and not greeter.greeted:
+                self._accept(conn, greeter, greeting)
+        elif kind == wire.REFUSED and greeter.greeted:
+            shake.check_distrust(raw)
+            self._unproven(conn, greeter, "it says that its secret is another")
+        else:
+            raise Malformed(f"handshake frame {kind} out of place")
+
+    def _hear_listener(
+        self, conn: Conn, greeter: Greeter, dial: Dial, raw: bytes
+    ) -> None:
+        shake, kind = greeter.handshake, raw[0] if raw else 0
+        if kind == wire.CHALLENGE and not greeter.greeted:
             if not shake.check_challenge(raw):
                 # For who listens to learn of it.
                 self._faults.asked(conn.try_send, shake.distrust())
                 self._unproven(conn, greeter)
                 return
             greeter.greeted = True
-            session = greeter.dial.session
+            session = dial.session
             greeting = self._mesh.config.greeting(
                 "" if session is None else session.id,
                 0 if session is None else session.received,
-                probe=greeter.dial.probe or not greeter.dial.incarnation,
+                probe=dial.probe or not dial.incarnation,
                 leaving=bool(self._mesh.leaving),
-                to=greeter.dial.incarnation,
+                to=dial.incarnation,
             )
             self._send(conn, greeter, shake.seal(wire.GREETING, greeting))
         elif kind == wire.WELCOME and greeter.greeted:
@@ -145,10 +152,10 @@ class Greetings(Dialling):
             if welcome is None:
                 self._unproven(conn, greeter)
             else:
-                self._welcomed(conn, greeter, greeter.dial, welcome)
+                self._welcomed(conn, greeter, dial, welcome)
         elif kind == wire.REFUSED:
             refusal, proven = shake.refusal(raw)
-            self._refused(conn, greeter, greeter.dial, refusal, proven)
+            self._refused(conn, greeter, dial, refusal, proven)
         else:
             raise Malformed(f"handshake frame {kind} out of place")
 
@@ -169,10 +176,7 @@ class Greetings(Dialling):
             self._refuse(conn, greeter, hs.SECRET, "the secrets of the members differ")
             return
         reason = f"{conn.address}: {why}"
-        if greeter.dial.returning:
-            self._fail(conn, greeter, reason)
-        else:
-            self._refuse_dial(greeter.dial, hs.SECRET, reason)
+        self._end_dial(conn, greeter, greeter.dial, hs.SECRET, reason)
 
     # -- the listener's decision ----------
 

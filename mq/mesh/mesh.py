@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from mq.borrowing import Returns
 from mq.log import Log
 from mq.mesh import wire
+from mq.mesh.burial import bury
 from mq.mesh.config import Config
 from mq.mesh.dial import Dial
 from mq.mesh.faults import Faults
@@ -75,9 +76,9 @@ class Mesh:
         self.liveness = Liveness(self)
         self.changed = 0
         self.replaced = self.leaving = ""  # why
-        self._next_tick = self._last_poll = clock()
+        self._next_tick = self._show_at = self._last_poll = clock()
         self.forgotten: list[tuple[Greeting, bool]] = []
-        self._polling = self._unfinished = False
+        self._polling = self._unfinished = self._shown = False
         self.wake: Callable[[], None] = lambda: None
         self.wake_fd = -1  # does the same when it is written to
         self.watch_added: Callable[[int], None] = lambda fd: None
@@ -111,35 +112,24 @@ class Mesh:
             session = watches.get(fd)
             if session is not None:
                 self.liveness.check_process(session)
-        subscriber, reader = self.subscriber, self.reader
-        copies = subscriber.copies
-        show_at = self._next_tick
+        reader, copies = self.reader, self.subscriber.copies
+        self._show_at = self._next_tick
         reader.until_message = until_message
         reader.had_its_fill = False
         for _ in range(ROUNDS_PER_POLL):
-            reader.stopped_early = shown = False
-            for link in self.links:
-                for event in self.faults.events(link):
-                    self._handle(event)
-                    if (now := self.clock()) >= show_at:  # the rest may take long
-                        show_at = now + self.liveness.tick_seconds
-                        self.liveness.show(now)
-                        self.pump(now)
-                        shown = True  # an engine may have taken up news meanwhile
-                    has_some = until_message and subscriber.inbox.fifo
-                    if has_some and now < self._next_tick:
-                        copies.go_on(now)
-                        self._unfinished = True
-                        self._polling = False
-                        return
+            reader.stopped_early = self._shown = False
+            if self._take_events():
+                self._unfinished = True
+                break
             now = self.clock()
             if now >= self._next_tick:
                 self._tick(now)
             elif self.greetings.dials:
                 self.greetings.attempt_due(now)
             self._last_poll = now
-            self._unfinished = self.pump(now, flush) or shown or reader.stopped_early
-            if copies.go_on(now, at_once=until_message):
+            sent = self.pump(now, flush)
+            self._unfinished = sent or self._shown or reader.stopped_early
+            if copies.waiting and copies.go_on(now, at_once=until_message):
                 self.changed += 1
                 self._unfinished = True
                 break  # there may be something to take now
@@ -148,6 +138,39 @@ class Mesh:
             if any(session.had_its_fill for session in self.sessions.values()):
                 break
         self._polling = False
+
+    def _take_events(self) -> bool:
+        """Handle what the links report; whether that ended at a message for `recv`."""
+        inbox, copies = self.subscriber.inbox, self.subscriber.copies
+        until_message = self.reader.until_message
+        for link in () if self.faults.deaf else self.links:
+            ours = False  # whether what raises is none of the link's
+            try:
+                for event in link.poll():
+                    if not isinstance(event, Event):
+                        raise TypeError(f"it yielded {event!r}, which is no Event")
+                    ours = True
+                    self._handle(event)
+                    now = self.clock()
+                    if now >= self._show_at:
+                        self._show(now)
+                    if until_message and inbox.fifo and now < self._next_tick:
+                        if copies.waiting:
+                            copies.go_on(now)
+                        return True
+                    ours = False
+            except Exception as error:
+                if ours:
+                    raise
+                self.faults.deafen(link, error)
+        return False
+
+    def _show(self, now: float) -> None:
+        """Have peers hear of this member, as the rest of what arrives may take long."""
+        self._show_at = now + self.liveness.tick_seconds
+        self.liveness.show(now)
+        self.pump(now)
+        self._shown = True  # an engine may have taken up news meanwhile
 
     def pump(self, now: float, flush: bool = False) -> bool:
         """Send what is due in every session; whether anything was sent.
@@ -261,13 +284,14 @@ class Mesh:
         Raises:
             Malformed: The peer claims frames that were never sent.
         """
-        self._cut(session)
+        self.cut(session)
         session.attach(conn, received, self.clock())
         self.conns[conn] = session
         self.changed += 1
         logger.debug("resumed the session with %s over %s", session.name, conn.address)
 
-    def _cut(self, session: Session) -> None:
+    def cut(self, session: Session) -> None:
+        """Close the connection of a session, if it has one."""
         conn = session.detach()
         if conn is not None:
             self.conns.pop(conn, None)
@@ -275,7 +299,7 @@ class Mesh:
 
     def disconnect(self, session: Session, reason: str) -> None:
         """The connection of a session is broken; resume it, unless the peer is dead."""
-        self._cut(session)
+        self.cut(session)
         self.stats.lost_connections += session.received > 0  # else not of both yet
         self.changed += 1
         if session.watch is not None and session.watch.ended():
@@ -303,49 +327,7 @@ class Mesh:
         """
         if session.fate is None:
             session.fate = Fate(reason, proven, superseded)
-            self.bury(session)
-
-    def bury(self, session: Session) -> None:
-        """Carry out `forget`; may be repeated after an interrupt."""
-        assert session.fate is not None
-        reason, proven, superseded = session.fate
-        self._end_loans(session)
-        self._cut(session)
-        self.liveness.unwatch(session)
-        self.greetings.cancel_redial(session)
-        undelivered = session.describe_undelivered()
-        self.publisher.remove(session)
-        self.subscriber.remove(session, may_return=not proven)
-        self.changed += 1
-        if not superseded:
-            self.forgotten.append((session.peer, proven))
-        if proven:
-            quiet = session.left or self.leaving or not undelivered  # `close` warns
-            say = logger.debug if quiet else logger.warning
-            say("%s is gone: %s%s", session.name, reason, undelivered)
-        elif superseded and not session.received:
-            logger.debug("another session with %s is used", session.name)
-        else:
-            self.stats.forgotten += 1
-            logger.warning("gave up %s: %s%s", session.name, reason, undelivered)
-            if not superseded:
-                self.greetings.dial_estranged(session)
-        session.drop_frames()
-        del self.sessions[session.peer.incarnation]
-
-    def _end_loans(self, session: Session) -> None:
-        """The peer will not release what it was lent.
-
-        It, or if its process has ended a child of it, may still read that memory, which
-        is therefore never used again.
-        """
-        for link in self.links:
-            for block in session.lent.values():
-                if link.lender is not None:
-                    link.lender.retire(block.segment)
-        session.lent.clear()
-        session.peer_waits = False
-        self.hurry()
+            bury(self, session)
 
     def hurry(self) -> None:
         """See whether some peer waits for its memory to be given back."""

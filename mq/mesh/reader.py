@@ -7,7 +7,7 @@ good as once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.mesh import wire
 from mq.mesh.faults import HEADS, LinkFault, Message, no_message
@@ -29,6 +29,7 @@ FRAMES_PER_TURN: Final = 64
 LONG_CONTROL_BYTES: Final = 1024
 """A control frame with more is the last of a turn: thousands of entries take longer to
 carry out than a message of their size, of which a turn has many."""
+_LARGE_KINDS: Final = (wire.CHUNK, wire.PIECE)
 _CONTROL_KINDS: Final = frozenset(
     {
         wire.SUBSCRIBE,
@@ -43,6 +44,21 @@ _CONTROL_KINDS: Final = frozenset(
         wire.RELEASE,
     }
 )
+
+
+class Arrived(NamedTuple):
+    """The next frame of a session, of which a part of a large message has come.
+
+    Attributes:
+        nbody: How many bytes its body has as it comes from the connection.
+    """
+
+    session: Session
+    conn: Conn
+    flags: int
+    number: int
+    nbody: int
+    now: float
 
 
 class Reader:
@@ -144,49 +160,35 @@ class Reader:
         if session.frames and session.forget_received(received, now):
             self._mesh.changed += 1
         if not number:
-            if nbody:
-                raise Malformed(f"frame {kind} with a body")
-            self._unnumbered(kind, head)
-            return
-        if number <= session.received:
-            stats.duplicate_frames += 1
-            if nbody:
-                self._faults.asked(conn.discard_body)
-            session.answer_at = now
-            return
-        if number != session.received + 1:
-            raise Malformed(f"frame {number} after {session.received}")
-        if kind == wire.PIECE and flags & wire.FLAG_TENSOR:
-            self._tensor(session, conn, memoryview(head), flags, number, nbody, now)
-            return
-        if nbody and conn.holds_piece:
-            raise Malformed(f"frame {kind} with a tensor")
-        if kind in (wire.CHUNK, wire.PIECE):
-            view = memoryview(head)
-            sizes: tuple[int, ...] = ()
-            if kind == wire.PIECE:
-                chunk, _, _, sizes = wire.parse_piece(view)
-            else:
-                chunk = wire.parse_chunk(view)
-            self._chunk(session, conn, chunk, sizes, flags, number, nbody, now)
-            return
-        if nbody:
-            raise Malformed(f"frame {kind} with a body")
-        if kind == wire.DATA:
-            self._subscriber.data(session, head)
-            self._mesh.changed += 1
-        elif kind == wire.LENT:
-            lent = wire.parse_lent(memoryview(head))
-            filling = bool(flags & wire.FLAG_FILLING)
-            self._subscriber.lent(session, lent, filling, self._faults.borrow(conn))
-            self._mesh.changed += 1
+            self._unnumbered(kind, head, nbody)
+        elif number != session.received + 1:
+            self._out_of_turn(session, conn, number, nbody, now)
+        elif nbody or kind in _LARGE_KINDS:
+            frame = Arrived(session, conn, flags, number, nbody, now)
+            self._large(kind, memoryview(head), frame)
         elif kind == wire.BYE:
             self._bye(session, number, memoryview(head)[wire.HEADER_BYTES :], now)
-            return
         else:
-            self._control(session, kind, flags, memoryview(head)[wire.HEADER_BYTES :])
-        seconds = UNHURRIED_SECONDS if kind in wire.UNHURRIED else ANSWER_SECONDS
-        self._received(session, number, flags, now, seconds)
+            if kind == wire.DATA:
+                self._subscriber.data(session, head)
+                self._mesh.changed += 1
+            elif kind == wire.LENT:
+                self._lent(session, conn, flags, memoryview(head))
+            else:
+                content = memoryview(head)[wire.HEADER_BYTES :]
+                self._control(session, kind, flags, content)
+            seconds = UNHURRIED_SECONDS if kind in wire.UNHURRIED else ANSWER_SECONDS
+            self._received(session, number, flags, now, seconds)
+
+    def _out_of_turn(
+        self, session: Session, conn: Conn, number: int, nbody: int, now: float
+    ) -> None:
+        if number > session.received:
+            raise Malformed(f"frame {number} after {session.received}")
+        session.stats.duplicate_frames += 1
+        if nbody:
+            self._faults.asked(conn.discard_body)
+        session.answer_at = now
 
     def _received(
         self,
@@ -201,24 +203,39 @@ class Reader:
         at_once = flags & wire.FLAG_ANSWER or session.unanswered >= ANSWER_FRAMES
         session.answer_by(now if at_once else now + seconds)
 
-    def _unnumbered(self, kind: int, head: bytes | memoryview) -> None:
+    def _unnumbered(self, kind: int, head: bytes | memoryview, nbody: int) -> None:
+        if nbody:
+            raise Malformed(f"frame {kind} with a body")
         if kind == wire.FENCED:
             content = memoryview(head)[wire.HEADER_BYTES :]
             self._mesh.replace(wire.decode(kind, content))
         elif kind != wire.RECEIVED:
             raise Malformed(f"frame {kind} without a number")
 
-    def _chunk(
-        self,
-        session: Session,
-        conn: Conn,
-        chunk: wire.Chunk,
-        sizes: tuple[int, ...],
-        flags: int,
-        number: int,
-        nbody: int,
-        now: float,
-    ) -> None:
+    def _lent(self, session: Session, conn: Conn, flags: int, head: memoryview) -> None:
+        filling = bool(flags & wire.FLAG_FILLING)
+        borrow = self._faults.borrow(conn)
+        self._subscriber.lent(session, wire.parse_lent(head), filling, borrow)
+        self._mesh.changed += 1
+
+    # -- large messages ----------
+
+    def _large(self, kind: int, head: memoryview, frame: Arrived) -> None:
+        """A part of a large message; nothing else may have a body."""
+        if kind == wire.PIECE and frame.flags & wire.FLAG_TENSOR:
+            self._tensor(head, frame)
+        elif frame.nbody and frame.conn.holds_piece:
+            raise Malformed(f"frame {kind} with a tensor")
+        elif kind == wire.CHUNK:
+            self._chunk(wire.parse_chunk(head), (), frame)
+        elif kind == wire.PIECE:
+            place = wire.parse_piece(head)
+            self._chunk(place.chunk, place.sizes, frame)
+        else:
+            raise Malformed(f"frame {kind} with a body")
+
+    def _chunk(self, chunk: wire.Chunk, sizes: tuple[int, ...], frame: Arrived) -> None:
+        session, conn, flags, number, nbody, now = frame
         if not nbody and not chunk.part:
             raise Malformed("chunk of nothing")
         body = None
@@ -232,25 +249,15 @@ class Reader:
             if nbody and body is None:
                 self._faults.asked(conn.discard_body)
             self._received(session, number, flags, now)
-        elif body is not None:
-            self._placed(session, chunk, nbody, flags, number, now)
-        elif nbody:
+        elif nbody and body is None:
             session.partial = (chunk, flags, number, place)
             self._finish_body(session, conn, now)
         else:
-            self._placed(session, chunk, 0, flags, number, now)
+            self._placed(chunk, nbody, frame)
 
-    def _tensor(
-        self,
-        session: Session,
-        conn: Conn,
-        head: memoryview,
-        flags: int,
-        number: int,
-        nbody: int,
-        now: float,
-    ) -> None:
+    def _tensor(self, head: memoryview, frame: Arrived) -> None:
         """A frame whose body is on a device: no memory is taken for it but there."""
+        session, conn, flags, number, nbody, now = frame
         if not nbody or not conn.holds_piece:
             raise Malformed("a piece without its tensor")
         place = wire.parse_piece(head)
@@ -260,7 +267,7 @@ class Reader:
             self._received(session, number, flags, now)
             return
         self._subscriber.land(session, place, self._faults.asked(conn.take_piece))
-        self._placed(session, chunk, 0, flags, number, now)
+        self._placed(chunk, 0, frame)
 
     def _finish_body(self, session: Session, conn: Conn, now: float) -> bool:
         assert session.partial is not None
@@ -268,23 +275,20 @@ class Reader:
         if not self._faults.is_true(conn.receive_body, place):
             return False
         session.partial = None
-        self._placed(session, chunk, len(place), flags, number, now)
+        nbody = len(place)
+        self._placed(chunk, nbody, Arrived(session, conn, flags, number, nbody, now))
         return True
 
-    def _placed(
-        self,
-        session: Session,
-        chunk: wire.Chunk,
-        nbody: int,
-        flags: int,
-        number: int,
-        now: float,
-    ) -> None:
+    def _placed(self, chunk: wire.Chunk, nbody: int, frame: Arrived) -> None:
+        """All of a chunk is in its place, with a body of so many bytes there."""
+        session, _, flags, number, _, now = frame
         last = bool(flags & wire.FLAG_LAST)
         self._subscriber.placed(session, chunk, nbody, last)
         self._received(session, number, flags, now)
         if last:
             self._mesh.changed += 1
+
+    # -- control ----------
 
     def _control(
         self, session: Session, kind: int, flags: int, content: memoryview

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mq.mesh.burial import bury
 from mq.mesh.greeting import Greetings
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def recover(mesh: Mesh, *, polling: bool) -> None:
     mesh.publisher.fill()
     for session in list(mesh.sessions.values()):
         if session.fate is not None:
-            mesh.bury(session)
+            bury(mesh, session)
     _drop_strays(mesh)
     sessions = list(mesh.sessions.values())
     for session in sessions:
