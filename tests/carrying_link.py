@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from mq.mesh.poller import Poller
 from transports._torchrpc_conns import RpcConn
@@ -109,7 +110,7 @@ class CarryingLink(TorchRpcLink):
         return found
 
     def _greeting(self, conn: RpcConn, link: str = "") -> Greeting:
-        return replace(
+        return structs.replace(
             super()._greeting(conn, link),
             cuda_devices=int(self._takes),
             outboxes=() if self.sharing is None else self.sharing.offers(conn.whom),

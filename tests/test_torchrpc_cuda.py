@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torchrpc_links import rpc_conn
 
 import mq
@@ -419,7 +419,7 @@ def test_a_peer_to_whom_nothing_on_a_gpu_can_go_takes_no_name(
         conn = rpc_conn(world.connect()[0])
         link = world.members[0].link
         assert isinstance(link, TorchRpcCudaLink)
-        assert link.pairs(replace(link._greeting(conn), **of_peer)) == expected
+        assert link.pairs(structs.replace(link._greeting(conn), **of_peer)) == expected
 
 
 def test_channels_that_torch_lacks_are_left_out() -> None:

@@ -13,11 +13,11 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torchrpc_links import endpoint, rpc_conn
 
 import mq
@@ -199,7 +199,7 @@ def greeting(**changes: Any) -> dict[str, Any]:
         channels=("basic",),
         token="0" * 32,
     )
-    return {"greeting": {**asdict(good), **changes}}
+    return {"greeting": {**structs.asdict(good), **changes}}
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,24 @@ def greeting(**changes: Any) -> dict[str, Any]:
         (greeting(worker="worker1"), "its application started", True),
         (greeting(link="abcdef", torch="1.9"), "does not listen here any more", False),
         (greeting(token="x" * 32), "token", False),
+        (greeting(token="0" * 31), "other types", False),
+        (greeting(token="0" * 32 + "\n"), "other types", False),
         (greeting(cuda_devices=-1), "other types", False),
+        (greeting(cuda_devices=1024), "other types", False),
+        (greeting(cuda_devices=True), "other types", False),
+        (greeting(gpus=[0]), "other types", False),
+        (greeting(cuda_devices=2, gpus=[-1]), "other types", False),
+        (greeting(cuda_devices=2, gpus=[True]), "other types", False),
+        (greeting(cuda_devices=2, gpus=0), "other types", False),
         (greeting(url=7), "other types", False),
+        (greeting(torch="1" * 1025), "other types", False),
+        (greeting(channels="basic"), "other types", False),
+        (greeting(channels=["basic", 7]), "other types", False),
+        (greeting(outboxes=[[0, "id", "0g", 1]]), "other types", False),
+        (greeting(outboxes=[[0, "id", "00\n", 1]]), "other types", False),
+        (greeting(outboxes=[[0, "id", "00"]]), "other types", False),
+        (greeting(outboxes=[[False, "id", "00", 1]]), "other types", False),
+        (greeting(outboxes=7), "other types", False),
         (greeting(more=1), "other fields", False),
         ({"greeting": []}, "no greeting", False),
         ({"goodbye": 0}, "no greeting", False),
@@ -250,7 +266,7 @@ def test_a_dialler_learns_why_it_was_refused(monkeypatch: pytest.MonkeyPatch) ->
         greet = ours._greeting
 
         def old(conn: RpcConn, link: str = "") -> Greeting:
-            return replace(greet(conn, link), torch="1.9")
+            return structs.replace(greet(conn, link), torch="1.9")
 
         monkeypatch.setattr(ours, "_greeting", old)
         conn = ours.dial(world.members[1].addresses[0])

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import select
 import socket
 import struct
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta, structs
 
 from mq import addresses
 
 PROTOCOL: Final = 5
 NOTE_BYTES: Final = 16 * 1024
 _LENGTH: Final = struct.Struct(">I")
+_Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
+_Handle: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9a-f]{2,512}\Z")]
 
 
 class BadNote(ValueError):
@@ -35,8 +38,7 @@ class Misfit(BadNote):
     """The two ends do not fit, and will not as long as both live."""
 
 
-@dataclass(frozen=True)
-class Greeting:
+class Greeting(msgspec.Struct, frozen=True):
     """What an end of a connection tells the other.
 
     Attributes:
@@ -55,23 +57,27 @@ class Greeting:
             memory's handle and size.
     """
 
-    torch: str
-    agent: str
-    url: str
-    worker: str
+    torch: _Text
+    agent: _Text
+    url: _Text
+    worker: _Text
     channels: tuple[str, ...]
-    token: str
-    link: str = ""
-    member: str = ""
-    rank: str = ""
-    cuda_devices: int = 0
+    token: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    link: _Text = ""
+    member: _Text = ""
+    rank: _Text = ""
+    cuda_devices: Annotated[int, Meta(ge=0, lt=1024)] = 0
     gpus: tuple[int, ...] = ()
-    outboxes: tuple[tuple[int, str, str, int], ...] = ()
+    outboxes: tuple[tuple[int, str, _Handle, int], ...] = ()
     protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        if not all(0 <= gpu < self.cuda_devices for gpu in self.gpus):
+            raise ValueError(f"{self.gpus} of {self.cuda_devices} GPUs")
 
     def note(self) -> dict[str, Any]:
         """As it travels."""
-        return {"greeting": asdict(self)}
+        return {"greeting": structs.asdict(self)}
 
 
 def greeting_of(note: dict[str, Any]) -> Greeting:
@@ -88,38 +94,12 @@ def greeting_of(note: dict[str, Any]) -> Greeting:
             f"it speaks version {fields.get('protocol')!r} of this link's protocol, "
             f"this member speaks {PROTOCOL}; install the same tensormq everywhere"
         )
-    known = Greeting.__dataclass_fields__
-    if set(fields) != set(known):
+    if set(fields) != set(Greeting.__struct_fields__):
         raise BadNote("a greeting with other fields")
-    channels, count = fields["channels"], fields["cuda_devices"]
-    gpus = fields["gpus"]
-    texts = [v for k, v in fields.items() if known[k].type == "str"]
-    if (
-        not all(isinstance(text, str) and len(text) <= 1024 for text in texts)
-        or not isinstance(channels, list)
-        or not all(isinstance(name, str) for name in channels)
-        or type(count) is not int
-        or not 0 <= count < 1024
-        or not isinstance(gpus, list)
-        or not all(type(gpu) is int and 0 <= gpu < count for gpu in gpus)
-        or len(fields["token"]) != 32
-        or not isinstance(fields["outboxes"], list)
-        or not all(map(_is_outbox, fields["outboxes"]))
-    ):
-        raise BadNote("a greeting of other types")
     try:
-        bytes.fromhex(fields["token"])
-    except ValueError as error:
-        raise BadNote("a token that is none") from error
-    exact = {"channels": tuple(channels), "gpus": tuple(gpus)}
-    exact["outboxes"] = tuple(map(tuple, fields["outboxes"]))
-    return Greeting(**{**fields, **exact})
-
-
-def _is_outbox(entry: object) -> bool:
-    if not isinstance(entry, list) or [*map(type, entry)] != [int, str, str, int]:
-        return False
-    return re.fullmatch("[0-9a-f]{2,512}", entry[2]) is not None
+        return msgspec.convert(fields, Greeting)
+    except msgspec.ValidationError as error:
+        raise BadNote(f"a greeting of other types: {error}") from error
 
 
 def compare(torch: str, worker: str, channels: tuple[str, ...], peer: Greeting) -> None:

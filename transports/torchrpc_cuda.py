@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import torch
+from msgspec import structs
 
 from mq.log import Log
 from mq.mesh.poller import Poller
@@ -160,7 +161,7 @@ class TorchRpcCudaLink(TorchRpcLink):
         return found
 
     def _greeting(self, conn: RpcConn, link: str = "") -> Greeting:
-        return replace(
+        return structs.replace(
             super()._greeting(conn, link),
             member=self._names[0],
             rank=self._names[1],
