@@ -26,7 +26,10 @@ class ConnectTimeout(MQError, TimeoutError):
 
 
 class ConnectRefused(MQError, ConnectionRefusedError):
-    """A member of the group refused this one: its name, version, group or backend."""
+    """A member of the group refused this one: its name, version, group or backend.
+
+    Or what another version has left where members meet shows that they do not fit.
+    """
 
 
 class PublishTimeout(MQError, TimeoutError):

@@ -116,6 +116,12 @@ class WarnOnce:
         if self._is_new(key):
             self._log._say(logging.ERROR, text, args, sys.exc_info())
 
+    def or_raise(self, error: Exception, *, strict: bool) -> None:
+        """Warn of a problem, or raise it where one is strict."""
+        if strict:
+            raise error
+        self(str(error), "%s", error)
+
     def _is_new(self, key: Hashable) -> bool:
         if len(self._said) >= self._most:
             return False

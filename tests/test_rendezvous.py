@@ -15,13 +15,13 @@ import pytest
 from meeting import (
     DEADLINE,
     eventually,
-    free_port,
     libuv,
     meet,
     names,
     process_of,
     record,
     runtime,
+    spec,
     store_port,
 )
 
@@ -29,34 +29,7 @@ import mq
 from mq.process import ProcessWatch
 from mq.rendezvous import Entry, Rendezvous
 
-__all__ = ["libuv", "runtime", "store_port"]  # fixtures
-
-KINDS = ["local", "shared", "tcp", "env"]
-
-
-@pytest.fixture(params=KINDS)
-def spec(
-    request: pytest.FixtureRequest, runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> str | None:
-    """The argument that chooses each kind of rendezvous."""
-    if request.param == "env":
-        port = str(request.getfixturevalue("store_port"))
-        run = os.urandom(4).hex()
-        for name, value in {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_RUN_ID": run,
-        }.items():
-            monkeypatch.setenv(name, value)
-    known = {
-        "local": None,
-        "shared": f"file://{runtime}",
-        "tcp": f"tcp://127.0.0.1:{free_port()}",
-        "env": "env://",
-    }
-    return known[request.param]
+__all__ = ["libuv", "runtime", "spec", "store_port"]  # fixtures
 
 
 @pytest.fixture

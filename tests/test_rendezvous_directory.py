@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import shutil
@@ -33,7 +32,7 @@ from meeting import (
 )
 
 from mq import paths as place
-from mq.errors import PeerLost, TransportUnavailable
+from mq.errors import ConnectRefused, PeerLost, TransportUnavailable
 from mq.rendezvous import Rendezvous, directory
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.record import Cell
@@ -233,22 +232,6 @@ def test_a_file_system_that_takes_no_directories_is_no_race(runtime: Path) -> No
         meet("file:///proc")
 
 
-def test_a_malformed_record_is_ignored_with_one_warning(
-    runtime: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rubbish neither counts as a member nor blocks a name."""
-    with contextlib.closing(meet(None)) as one:
-        one.claim(record("x"))
-        assert one.directory is not None
-        (file,) = Path(one.directory).glob("m-*")
-        file.unlink()
-        file.write_text('{"name": "x"}')
-        with contextlib.closing(meet(None)) as two, caplog.at_level(logging.WARNING):
-            assert names(two) == names(two) == []
-            assert two.claim(record("x", "b")).holder is None
-        assert caplog.text.count("malformed record") == 1
-
-
 def _make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
@@ -264,23 +247,22 @@ def _make_socket(path: Path) -> None:
     ],
     ids=["symlink", "directory", "fifo", "socket"],
 )
-def test_what_is_no_file_is_ignored_with_one_warning(
-    make: Callable[[Path], object], runtime: Path, caplog: pytest.LogCaptureFixture
+def test_what_is_no_file_holds_the_name_that_it_stands_for(
+    make: Callable[[Path], object], runtime: Path
 ) -> None:
-    """It keeps nobody out, and nobody from the name that it stands for."""
+    """Until whoever reads which it is has removed it."""
     with contextlib.closing(meet(None)) as one:
         one.claim(record("x"))
         assert one.directory is not None
         (file,) = Path(one.directory).glob("m-*")
         file.unlink()
         make(file)
-        with contextlib.closing(meet(None)) as two, caplog.at_level(logging.WARNING):
-            assert names(two) == names(two) == []
-            mine = two.claim(record("x", "b"))
-            assert mine.holder is None
-            assert names(two) == ["x"]
-            assert two.renew(mine.record)
-        assert caplog.text.count(f"{file}: it is no regular file") == 1
+        told = f"{file} cannot be read: it is no regular file.*remove it"
+        with contextlib.closing(meet(None)) as two:
+            for call in (two.records, lambda: two.claim(record("x", "b"))):
+                with pytest.raises(ConnectRefused, match=told):
+                    call()
+            assert two.claim(record("y", "b")).holder is None
         if file.is_dir():
             file.rmdir()
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meeting import DEADLINE, libuv, record, store_port
 
-from mq.errors import PeerLost
+from mq.errors import ConnectRefused, PeerLost
 from mq.log import Log, WarnOnce
 from mq.rendezvous import torchrun
 
@@ -39,8 +39,8 @@ def test_names_that_were_given_back_take_no_room(store_port: int) -> None:
 
 
 @pytest.mark.parametrize("place", ["null", "[1]", '[Infinity, "a"]', '["1", "a"]'])
-def test_a_record_in_no_place_is_ignored(store_port: int, place: str) -> None:
-    """Whoever reaches that store can write to it."""
+def test_a_record_in_no_place_is_held(store_port: int, place: str) -> None:
+    """Whoever reaches that store can write to it; the error says what is wrong."""
     environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
     environ |= {"MASTER_PORT": str(store_port)}
     with contextlib.closing(torchrun.TorchrunStore("g", 60.0, environ)) as store:
@@ -50,9 +50,10 @@ def test_a_record_in_no_place_is_ignored(store_port: int, place: str) -> None:
         text = json.dumps(fields).replace('"here"', place)
         key = store._key("x")
         store._ask(lambda values: values.compare_set(key, token.text, text))
-        assert store.records() == []
-        assert store.claim(record("x", "b")).holder is None
-        assert [e.record.incarnation for e in store.records()] == ["b" * 16]
+        for call in (store.records, lambda: store.claim(record("x", "b"))):
+            with pytest.raises(ConnectRefused, match=f"the key {key} in .*remove it"):
+                call()
+        assert store.recent() == []
 
 
 class _Values:

@@ -140,7 +140,7 @@ class Rendezvous:
         for who, (name, proven) in doomed.items():
             if proven:
                 self._store.remove(name, who)
-        for entry in self._store.records() if silent else ():
+        for entry in self._store.recent() if silent else ():
             record = entry.record
             is_old = entry.age > OLD_SHARE * record.lease
             if record.incarnation in silent and is_old:

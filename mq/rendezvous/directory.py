@@ -35,10 +35,10 @@ from typing import Final, NamedTuple
 from mq import forks, paths
 from mq.addresses import has_listener
 from mq.descriptors import out_of_descriptors
-from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
+from mq.errors import ConnectRefused, ConnectTimeout, PeerLost, TransportUnavailable
 from mq.log import Log, WarnOnce
-from mq.rendezvous import states
-from mq.rendezvous.files import publish_file, read_file
+from mq.rendezvous import states, unread
+from mq.rendezvous.files import publish_file, read_file, sockets_of, sweep_sockets
 from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
 from mq.rendezvous.store import CellStore
 
@@ -255,7 +255,7 @@ class DirectoryStore(CellStore[_File]):
             for file in others:
                 if file.startswith(states.hash_of(name)):
                     with contextlib.suppress(OSError):
-                        self._sweep_sockets(self._load(file)[0].record)
+                        sweep_sockets(self._load(file)[0].record, self.path)
                     self._unlink(file)
             return True
 
@@ -278,16 +278,20 @@ class DirectoryStore(CellStore[_File]):
         with self._guard():
             return self._list()
 
+    def recent(self) -> list[Entry]:
+        with self._guard():
+            return self._list(strict=False)
+
     def is_listening(self, record: Record) -> bool:
         with self._guard():
-            return self._is_listening(record)
+            return any(map(has_listener, sockets_of(record, self.path)))
 
     def version(self) -> str:
         with self._guard():
             files = sorted(states.newest(os.listdir(self.path)).values())
             return hashlib.sha256(",".join(files).encode()).hexdigest()
 
-    def _list(self) -> list[Entry]:
+    def _list(self, *, strict: bool = True) -> list[Entry]:
         there = os.listdir(self.path)
         files = set(states.newest(there).values())
         free, entries = states.of_all_free(there), list[Entry]()
@@ -298,6 +302,9 @@ class DirectoryStore(CellStore[_File]):
                 if token.renewed > now:  # the clock was set back
                     os.utime(self._file(file), follow_symlinks=False)
             except FileNotFoundError:  # given back, or taken over, in this moment
+                continue
+            except ConnectRefused as error:
+                self._warn.or_raise(error, strict=strict)
                 continue
             age = max(0.0, now - token.renewed)
             if cell.record is not None:
@@ -325,7 +332,7 @@ class DirectoryStore(CellStore[_File]):
             return Cell(states.generation(file), self._parsed[file]), _File(
                 file, renewed
             )
-        record, path = None, self._file(file)
+        record, text, path = None, b"", self._file(file)
         found = os.lstat(path)
         renewed = found.st_mtime
         try:
@@ -339,8 +346,9 @@ class DirectoryStore(CellStore[_File]):
             ):
                 raise ValueError(f"it is the record of {record.name!r}")
         except ValueError as error:
+            if not unread.has_ended(text):
+                raise unread.refusal(path, error) from error
             record = None
-            self._warn(file, "ignored the malformed record %s: %s", path, error)
         self._parsed[file] = record
         return Cell(states.generation(file), record), _File(file, renewed)
 
@@ -356,7 +364,7 @@ class DirectoryStore(CellStore[_File]):
                 self._stay()
                 yield
             except OSError as error:
-                if isinstance(error, (PeerLost, ConnectTimeout)):
+                if isinstance(error, (PeerLost, ConnectRefused, ConnectTimeout)):
                     raise
                 remedy = "check its file system's space and permissions"
                 remedy = out_of_descriptors(error) or remedy
@@ -373,18 +381,3 @@ class DirectoryStore(CellStore[_File]):
     def _unlink(self, file: str) -> None:
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(self._file(file))
-
-    def _sockets(self, record: Record | None) -> list[str]:
-        """The socket files that go with a record."""
-        addresses = () if record is None else record.addresses
-        files = [address.partition("://")[2] for address in addresses]
-        return [file for file in files if os.path.dirname(file) == self.path]
-
-    def _is_listening(self, record: Record | None) -> bool:
-        return any(map(has_listener, self._sockets(record)))
-
-    def _sweep_sockets(self, record: Record | None) -> None:
-        for file in self._sockets(record):
-            with contextlib.suppress(OSError):
-                if stat.S_ISSOCK(os.lstat(file).st_mode):
-                    os.unlink(file)

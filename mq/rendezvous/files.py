@@ -1,11 +1,14 @@
-"""Files that are there complete, or not at all, on any file system."""
+"""Files that are there complete, or not at all, and those of sockets beside them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import stat
 
 from mq import paths
+from mq.rendezvous.record import Record
 
 
 def publish_file(directory: str, name: str, content: bytes) -> bool:
@@ -32,3 +35,18 @@ def read_file(path: str, limit: int) -> tuple[bytes, float]:
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(path, flags), "rb") as file:
         return file.read(limit + 1), os.fstat(file.fileno()).st_mtime
+
+
+def sockets_of(record: Record | None, directory: str) -> list[str]:
+    """The socket files in the directory that go with a record."""
+    addresses = () if record is None else record.addresses
+    files = [address.partition("://")[2] for address in addresses]
+    return [file for file in files if os.path.dirname(file) == directory]
+
+
+def sweep_sockets(record: Record | None, directory: str) -> None:
+    """Remove those."""
+    for file in sockets_of(record, directory):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.lstat(file).st_mode):
+                os.unlink(file)

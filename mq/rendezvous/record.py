@@ -14,6 +14,9 @@ from mq.process import ProcessId
 MAX_RECORD_BYTES: Final = 64 * 1024
 """The largest record as JSON, in bytes."""
 
+FORMAT: Final = 1
+"""The format of records: another number for other keys, or another meaning of one."""
+
 _HEX: Final = re.compile(r"[0-9a-f]{8,64}")
 _MAX_INT: Final = 2**63 - 1
 
@@ -73,7 +76,7 @@ class Record:
         Raises:
             ValueError: It is longer than `MAX_RECORD_BYTES`.
         """
-        fields = dataclasses.asdict(self)
+        fields = {"format": FORMAT, **dataclasses.asdict(self)}
         if math.isinf(self.lease):
             fields["lease"] = None
         text = json.dumps(fields, separators=(",", ":"))
@@ -94,6 +97,10 @@ class Record:
         if len(text) > MAX_RECORD_BYTES:
             raise ValueError(f"a record of {len(text)} bytes is too long")
         fields = load_json(text)
+        told = fields.pop("format", None)
+        if type(told) is not int or told != FORMAT:
+            what = "no format" if told is None else f"format {told!r:.20}"
+            raise ValueError(f"the record has {what}, and only {FORMAT} is read here")
         try:
             fields["process"] = ProcessId(**fields["process"])
             fields["addresses"] = tuple(fields["addresses"])

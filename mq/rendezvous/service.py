@@ -23,7 +23,7 @@ from mq.addresses import bracketed
 from mq.log import Log, WarnOnce
 from mq.rendezvous import wire
 from mq.rendezvous.memory import MemoryStore
-from mq.rendezvous.record import Claim, Record
+from mq.rendezvous.record import FORMAT, Claim, Record
 
 GREETING_SECONDS: Final = 2.0
 HAND_OVER_SECONDS: Final = 1.0
@@ -269,7 +269,7 @@ class Service:
             store = self._group(_text(request, "group"))
             return self._perform(store, request) | {"version": store.version()}
         except ValueError as error:  # its sender's mistake, and its to report
-            return {"error": str(error)}
+            return {"error": str(error), "format": FORMAT}
 
     def _perform(self, store: MemoryStore, request: dict[str, Any]) -> dict[str, Any]:
         operation = _text(request, "do")

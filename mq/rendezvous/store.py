@@ -62,7 +62,10 @@ class Store(ABC):
     def records(self) -> list[Entry]: ...
 
     def recent(self) -> list[Entry]:
-        """As `records`, but at once: without those of whom a store may hear soon."""
+        """As `records`, but at once: without those of whom a store may hear soon.
+
+        Nor those that cannot be read, for which `records` raises `ConnectRefused`.
+        """
         return self.records()
 
     @abstractmethod

@@ -31,6 +31,7 @@ from mq.errors import (
     TransportUnavailable,
 )
 from mq.paths import local_base
+from mq.rendezvous import unread
 from mq.rendezvous.channel import Address, Channel
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.memory import MAX_NAMES
@@ -196,7 +197,7 @@ class TcpStore(Store):
         answer = self._call(do="claim", record=record.to_json(), replaces=replaces)
         if "holder" in answer:
             return Claim(record, _entry(answer["holder"], answer.get("age")))
-        won = Record.from_json(str(answer.get("record")))
+        won = unread.received(str(answer.get("record")))
         self._announced[record.name] = won
         return Claim(won, None)
 
@@ -268,7 +269,7 @@ class TcpStore(Store):
                 if answer is None:
                     continue
                 if "error" in answer:
-                    raise ValueError(f"{self.description} refused: {answer['error']}")
+                    raise unread.of_service(self.description, answer)
                 self._version = str(answer.get("version"))
                 return answer
 
@@ -358,11 +359,8 @@ class TcpStore(Store):
     def _announce(self, channel: Channel, deadline: float) -> None:
         try:
             for record in list(self._announced.values()):
-                request = {
-                    "do": "renew",
-                    "group": self._group,
-                    "record": record.to_json(),
-                }
+                text = record.to_json()
+                request = {"do": "renew", "group": self._group, "record": text}
                 channel.call(request, deadline)
         except BaseException:
             channel.close()
@@ -397,4 +395,4 @@ def _entries(items: object) -> list[Entry]:
 def _entry(text: object, age: object) -> Entry:
     if not isinstance(text, str) or not isinstance(age, (int, float)):
         raise ValueError("the rendezvous service sent a malformed record")
-    return Entry(Record.from_json(text), float(age))
+    return Entry(unread.received(text), float(age))

@@ -22,17 +22,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from mq import forks
-from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
+from mq.errors import ConnectRefused, ConnectTimeout, PeerLost, TransportUnavailable
 from mq.log import Log, WarnOnce
-from mq.rendezvous.record import Cell, Entry, Record, load_json
+from mq.rendezvous import unread
+from mq.rendezvous.places import Place, Stored, parse, written
+from mq.rendezvous.record import Cell, Entry
 from mq.rendezvous.store import CellStore, bounded
 
 T = TypeVar("T")
 
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+LAYOUT: Final = 1
+"""The version of all that is under the prefix, which says so under `format` there."""
 
 MAX_LISTED: Final = 1 << 16
 """Places that the list of names may have."""
@@ -57,25 +62,7 @@ class _KeyValues(Protocol):
     def add(self, key: str, amount: int, /) -> int: ...
 
 
-class _Place(NamedTuple):
-    """A place in the list of names, from when a name is put there until it is free.
-
-    Whoever put the name there frees it again, or else whoever replaces the record that
-    says that it is there; no other name, nor the same one later, has the same nonce.
-    If its process ends in the middle of that, the place is lost.
-    """
-
-    number: int
-    nonce: str
-
-
-class _Stored(NamedTuple):
-    text: str
-    beat: int
-    place: _Place | None = None
-
-
-class TorchrunStore(CellStore[_Stored]):
+class TorchrunStore(CellStore[Stored]):
     """Records in torchrun's TCPStore.
 
     Args:
@@ -113,7 +100,7 @@ class TorchrunStore(CellStore[_Stored]):
         self._stopped = threading.Event()
         # A store that stands still keeps the threads that ask it: a few, not all.
         self._turns = threading.BoundedSemaphore(4)
-        self._beats: dict[str, tuple[_Stored, float]] = {}
+        self._beats: dict[str, tuple[Stored, float]] = {}
         self._warn = WarnOnce(Log(__name__))
         self._store: _KeyValues | None = None
         self._opened = 0
@@ -178,6 +165,7 @@ class TorchrunStore(CellStore[_Stored]):
                 timeout=patience,
                 wait_for_workers=False,
             )
+            self._check_layout(store)
             return store
 
         begin = time.monotonic()
@@ -202,37 +190,33 @@ class TorchrunStore(CellStore[_Stored]):
             self._store = None
         return store
 
-    def read(self, name: str) -> tuple[Cell | None, _Stored]:
+    def _check_layout(self, store: _KeyValues) -> None:
+        key, mine = f"{self._prefix}/format", str(LAYOUT)
+        found = store.compare_set(key, "", mine).decode(errors="replace")
+        if found != mine:
+            raise ConnectRefused(
+                f"the group's records in {self.description} are of format "
+                f"{found[:20]!r} (key {key}), and this member's of {LAYOUT}: "
+                f"{unread.SAME_VERSION}, or give another group"
+            )
+
+    def read(self, name: str) -> tuple[Cell | None, Stored]:
         key = self._key(name)
         text = self._ask(functools.partial(_read_key, key))
         if text == _ABSENT:
-            return None, _Stored("", 0)
-        try:
-            fields = load_json(text)
-            generation, beat = fields["generation"], fields["beat"]
-            if type(generation) is not int or type(beat) is not int:
-                raise ValueError("its numbers are none")
-            held = fields["record"]
-            if held is None:
-                return Cell(generation, None), _Stored(text, beat)
-            place = _Place(*fields["place"])
-            if type(place.number) is not int:
-                raise ValueError("its place is none")
-            return Cell(generation, Record.from_json(held)), _Stored(text, beat, place)
-        except (ValueError, KeyError, TypeError) as error:
-            self._warn(name, "ignored a malformed record of %r: %s", name, error)
-            return Cell(1, None), _Stored(text, 0)
+            return None, Stored("", 0)
+        return parse(text, f"the key {key} in {self.description}")
 
-    def swap(self, name: str, token: _Stored, new: Cell) -> bool:
+    def swap(self, name: str, token: Stored, new: Cell) -> bool:
         return self._ask(functools.partial(self._replace, name, token, new))
 
-    def _replace(self, name: str, token: _Stored, new: Cell, store: _KeyValues) -> bool:
+    def _replace(self, name: str, token: Stored, new: Cell, store: _KeyValues) -> bool:
         # On one connection: a store that was begun anew has nothing of the list. A name
         # is on it before it can be held by anybody, and until nobody holds it.
         place = None if new.record is None else self._take_place(name, store)
         won = False
         if not self._stopped.is_set():  # given up meanwhile, it must not come true
-            won = self._put(name, token, _Stored("", 0, place), new, store)
+            won = self._put(name, token, Stored("", 0, place), new, store)
         # In any case: it may have been done before, and the answer been lost.
         store.add(f"{self._prefix}/changes", 1)
         left = token.place if won else place
@@ -240,24 +224,18 @@ class TorchrunStore(CellStore[_Stored]):
             store.compare_set(self._place_key(left.number), f"{left.nonce} {name}", "")
         return won
 
-    def touch(self, name: str, token: _Stored, cell: Cell) -> bool:
+    def touch(self, name: str, token: Stored, cell: Cell) -> bool:
         new = token._replace(beat=token.beat + 1)
         return self._ask(functools.partial(self._put, name, token, new, cell))
 
     def _put(
-        self, name: str, token: _Stored, new: _Stored, cell: Cell, store: _KeyValues
+        self, name: str, token: Stored, new: Stored, cell: Cell, store: _KeyValues
     ) -> bool:
-        fields = {
-            "generation": cell.generation,
-            "beat": new.beat,
-            "record": None if cell.record is None else cell.record.to_json(),
-            "place": new.place,
-        }
-        text = json.dumps(fields)
+        text = written(cell, new)
         raw = store.compare_set(self._key(name), token.text, text)
         return raw.decode(errors="replace") == text
 
-    def _take_place(self, name: str, store: _KeyValues) -> _Place:
+    def _take_place(self, name: str, store: _KeyValues) -> Place:
         nonce = os.urandom(8).hex()
         text = f"{nonce} {name}"
         count = store.add(f"{self._prefix}/names", 0)
@@ -268,10 +246,10 @@ class TorchrunStore(CellStore[_Stored]):
             # A place that was freed compares like one that was never taken.
             raw = store.compare_set(self._place_key(number), "", text)
             if raw.decode(errors="replace") == text:
-                return _Place(number, nonce)
+                return Place(number, nonce)
             number += 1
 
-    def _names(self) -> list[str]:
+    def _names(self, strict: bool) -> list[str]:
         count = self._ask(lambda store: store.add(f"{self._prefix}/names", 0))
         if count > MAX_LISTED:
             raise PeerLost(
@@ -279,14 +257,20 @@ class TorchrunStore(CellStore[_Stored]):
                 "program writes to it",
                 self.description,
             )
-        found = [
-            self._ask(functools.partial(_read_key, self._place_key(number)))
-            for number in range(count)
-        ]
-        names = {text.partition(" ")[2] for text in found}
-        return sorted(names - {""})
+        names = set()
+        for key in map(self._place_key, range(count)):
+            text = self._ask(functools.partial(_read_key, key))
+            if name := text.partition(" ")[2]:
+                names.add(name)
+            elif text not in ("", _ABSENT):
+                error = unread.refusal(
+                    f"the key {key} in {self.description}",
+                    ValueError(f"{text[:40]!r} is no name and its nonce"),
+                )
+                self._warn.or_raise(error, strict=strict)
+        return sorted(names)
 
-    def entry(self, cell: Cell, token: _Stored) -> Entry | None:
+    def entry(self, cell: Cell, token: Stored) -> Entry | None:
         if cell.record is None:
             return None
         now = time.monotonic()
@@ -297,9 +281,19 @@ class TorchrunStore(CellStore[_Stored]):
         return Entry(cell.record, now - since)
 
     def records(self) -> list[Entry]:
+        return self._list()
+
+    def recent(self) -> list[Entry]:
+        return self._list(strict=False)
+
+    def _list(self, *, strict: bool = True) -> list[Entry]:
         entries = []
-        for name in self._names():
-            cell, token = self.read(name)
+        for name in self._names(strict):
+            try:
+                cell, token = self.read(name)
+            except ConnectRefused as error:
+                self._warn.or_raise(error, strict=strict)
+                continue
             entry = None if cell is None else self.entry(cell, token)
             if entry is not None:
                 entries.append(entry)
@@ -345,6 +339,8 @@ class TorchrunStore(CellStore[_Stored]):
             self._knock(deadline)
             store = self._open(deadline)
             return self._bounded(functools.partial(call, store), deadline)
+        except ConnectRefused:
+            raise
         except TransportUnavailable as error:
             raise PeerLost(
                 f"{self.description} was not asked: {error}", self.description
