@@ -308,6 +308,31 @@ def test_another_program_at_the_address_is_named() -> None:
             meet(port)
 
 
+def test_another_version_of_the_service_is_named() -> None:
+    """Not as another program; and it is told of the member's version."""
+    said: list[bytes] = []
+
+    def greet(sock: socket.socket) -> None:
+        sock.sendall(b"mq-rdv2\n" + bytes(wire.NONCE_BYTES))
+        said.append(sock.recv(4096))
+
+    with program(greet) as port:
+        told = f":{port} speaks version 2 of its protocol and this member version 1; "
+        with pytest.raises(ConnectRefused, match=f"{told}install the same version"):
+            meet(port)
+    assert said == [wire.MAGIC]
+
+
+def test_another_version_of_a_client_is_named(
+    served: service.Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the log of whoever serves."""
+    with caplog.at_level(logging.WARNING), dial(served) as sock:
+        sock.sendall(b"mq-rdv2\n")
+        assert is_dropped(sock)
+    assert "it speaks version 2 of this protocol" in caplog.text
+
+
 def test_a_silent_program_at_the_address_is_given_up_in_time() -> None:
     """`timeout` bounds the wait for a greeting."""
     begin = time.monotonic()

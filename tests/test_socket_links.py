@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import os
 import socket
 import tempfile
@@ -22,6 +23,7 @@ from tls_files import tls_options
 from mq.mesh.poller import Poller
 from mq.stream import sockets
 from mq.stream.conn import StreamConn
+from mq.stream.link import StreamLink
 from mq.testing.link_world import PATIENCE, MakeLink, World
 from mq.testing.proxy import Proxy
 from mq.testing.waiting import wait_until
@@ -113,6 +115,28 @@ def test_bytes_of_a_stranger_do_no_harm(name: str) -> None:
         assert member.conns(What.ACCEPTED) == [accepted]
         if not name.startswith("zmq"):
             world.until(lambda: member.link.malformed == 5, "five strangers")
+
+
+@pytest.mark.parametrize(
+    "make", [ShmLink, LINKS["tcp"], LINKS["tls"]], ids=["shm", "tcp", "tls"]
+)
+def test_another_version_of_the_stream_is_named_by_both_ends(
+    make: MakeLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And who dials is told that it will never be otherwise."""
+    with World(make) as world, caplog.at_level(logging.WARNING):
+        newer, older = (member.link for member in world.members)
+        assert isinstance(newer, StreamLink)
+        monkeypatch.setattr(newer, "hello", newer.hello[:-2] + b"\2\n", raising=False)
+        for _ in range(2):
+            conn = newer.dial(world.members[1].addresses[0])
+            world.lost(0, conn)
+            (lost,) = (e for e in world.members[0].events if e.conn is conn)
+            told = "it speaks version {} of the stream format and this member version "
+            assert lost.refused
+            assert lost.reason.startswith(told.format(1) + "2; install the same")
+        world.until(lambda: older.malformed == 2, "two strangers")
+        assert caplog.text.count(told.format(2) + "1; install the same version") == 1
 
 
 @links("nng-ipc", "nng-tcp", "tcp", "tls")

@@ -85,12 +85,13 @@ def greeting_of(note: dict[str, Any]) -> Greeting:
 
     Raises:
         BadNote: There is none, or one of another form.
+        Misfit: It is of another version.
     """
     fields = note.get("greeting")
     if not isinstance(fields, dict):
         raise BadNote("no greeting")
     if fields.get("protocol") != PROTOCOL:
-        raise BadNote(
+        raise Misfit(
             f"it speaks version {fields.get('protocol')!r} of this link's protocol, "
             f"this member speaks {PROTOCOL}; install the same tensormq everywhere"
         )

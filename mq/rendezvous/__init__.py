@@ -333,6 +333,7 @@ def open_rendezvous(
         ValueError: `spec` or `group` is malformed.
         ConnectTimeout: Nobody answers at the address.
         AuthenticationFailed: The service there knows another secret.
+        ConnectRefused: Another version has begun what is there.
         PeerLost: Another program listens there.
         TransportUnavailable: It cannot be used from here.
     """

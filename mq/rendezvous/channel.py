@@ -14,9 +14,10 @@ import time
 from typing import Any, Final, NamedTuple
 
 from mq import forks
-from mq.errors import AuthenticationFailed, PeerLost
+from mq.errors import AuthenticationFailed, ConnectRefused, PeerLost
 from mq.rendezvous import wire
 from mq.rendezvous.service import configure, format_address
+from mq.rendezvous.unread import SAME_VERSION
 
 SLICE_SECONDS: Final = 0.25
 """The longest single wait, so that Ctrl-C and `close` are noticed."""
@@ -53,6 +54,7 @@ class Channel:
         OSError: Nobody answers there: refused, unreachable, broken, or `TimeoutError`
             after the deadline, or `PATIENCE_SECONDS` of silence.
         AuthenticationFailed: The two sides do not know the same secret.
+        ConnectRefused: The service speaks another version of the protocol.
         PeerLost: Another program listens there.
     """
 
@@ -88,6 +90,14 @@ class Channel:
         while len(self._received) < wire.SERVICE_HELLO_BYTES:
             self._receive(wire.SERVICE_HELLO_BYTES, deadline)
             if not wire.MAGIC.startswith(self._received[: len(wire.MAGIC)]):
+                if version := wire.version_of(self._received):
+                    with contextlib.suppress(OSError):  # for the service to learn of it
+                        self._send(wire.MAGIC, deadline)
+                    raise ConnectRefused(
+                        f"the rendezvous service at {self._address} speaks version "
+                        f"{version} of its protocol and this member version "
+                        f"{wire.VERSION}; {SAME_VERSION}"
+                    )
                 raise PeerLost(
                     f"another program listens on {self._address}: it does not speak "
                     "the rendezvous protocol; choose another port",

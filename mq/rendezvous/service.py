@@ -246,7 +246,9 @@ class Service:
     def _greet(self, connection: _Connection) -> None:
         hello = bytes(connection.received)
         if not wire.MAGIC.startswith(hello[: len(wire.MAGIC)]):
-            raise wire.Malformed("it speaks another protocol")
+            version = wire.version_of(hello)
+            what = f"version {version} of this" if version else "another"
+            raise wire.Malformed(f"it speaks {what} protocol")
         if len(hello) < wire.CLIENT_HELLO_BYTES:
             return
         connection.received.clear()

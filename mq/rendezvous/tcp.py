@@ -25,6 +25,7 @@ from mq.addresses import has_link, is_loopback, is_wildcard, look_up
 from mq.descriptors import out_of_descriptors
 from mq.errors import (
     AuthenticationFailed,
+    ConnectRefused,
     ConnectTimeout,
     MQError,
     PeerLost,
@@ -301,7 +302,7 @@ class TcpStore(Store):
                 self._channel = channel
                 self._has_met = True
                 return channel
-            except (AuthenticationFailed, PeerLost):
+            except (AuthenticationFailed, ConnectRefused, PeerLost):
                 raise
             except OSError as error:
                 self._has_met |= not isinstance(error, ConnectionRefusedError)

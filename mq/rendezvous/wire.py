@@ -16,12 +16,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import struct
 from typing import Any, Final
 
 from mq.rendezvous.record import load_json
 
-MAGIC: Final = b"mq-rdv1\n"
+VERSION: Final = "1"
+MAGIC: Final = f"mq-rdv{VERSION}\n".encode()
+"""What both sides say first."""
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 SERVICE_HELLO_BYTES: Final = len(MAGIC) + NONCE_BYTES
@@ -29,11 +32,18 @@ CLIENT_HELLO_BYTES: Final = len(MAGIC) + NONCE_BYTES + PROOF_BYTES
 REFUSED: Final = bytes(PROOF_BYTES)
 MAX_FRAME_BYTES: Final = 1024 * 1024
 
+_ANY_MAGIC: Final = re.compile(rb"mq-rdv(\w)\n?")
 _HEADER: Final = struct.Struct(">I32s")
 
 
 class Malformed(ConnectionError):
     """The other side sent something that no client or service of ours sends."""
+
+
+def version_of(said: bytes | bytearray) -> str:
+    """Which version of this protocol begins so; "": it is another protocol."""
+    found = _ANY_MAGIC.fullmatch(said[: len(MAGIC)])
+    return found[1].decode() if found else ""
 
 
 def proof(

@@ -35,6 +35,7 @@ class StreamConn(Framing):
         news: What is to be reported once the peer has said hello; then None.
         target: The socket address that was dialled last; None: there was none.
         fd: The socket's descriptor; -1: there is none.
+        refused: Whether the peer speaks another version of the format.
     """
 
     def __init__(self, link: StreamLink, address: str, news: What) -> None:
@@ -43,6 +44,7 @@ class StreamConn(Framing):
         self.readable = Event(What.READABLE, self)
         self.target: Any = None
         self.fd = -1
+        self.refused = False
         self._socket: socket.socket | None = None
         self._targets: list[tuple[int, Any]] = []
         self._greeting = False  # the connection stands, and our hello is sent
@@ -133,10 +135,22 @@ class StreamConn(Framing):
                 return False
         said = bytes(self._view[self._start : self._start + HELLO_BYTES])
         if said != hello:
-            self.malformed(f"{said!r} in place of {hello!r}")
+            if (said[:-2], said[-1]) == (hello[:-2], hello[-1]):
+                self._misfit(said[-2], hello[-2])
+            else:
+                self.malformed(f"{said!r} in place of {hello!r}")
             return False
         self._start += HELLO_BYTES
         return True
+
+    def _misfit(self, theirs: int, ours: int) -> None:
+        self.refused = True
+        self.turn_away(
+            f"it speaks version {theirs} of the stream format and this member version "
+            f"{ours}; install the same version of tensormq on both"
+        )
+        if self.news is What.ACCEPTED:  # else LOST tells of it
+            self._link.misfits.say("refused %s: %s", self.address, self.reason)
 
     # -- events ----------
 
@@ -185,7 +199,7 @@ class StreamConn(Framing):
         told = self.news is not What.ACCEPTED
         self.drop()
         if told:
-            yield Event(What.LOST, self, self.reason)
+            yield Event(What.LOST, self, self.reason, self.refused)
 
     def end(self, reason: str) -> None:
         self.reason = self.reason or reason

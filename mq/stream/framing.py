@@ -339,7 +339,11 @@ class Framing(Conn):
 
     def malformed(self, what: str) -> None:
         """The peer broke the rules: nothing more of it is read."""
+        self.turn_away(f"the peer sent {what}, which no member does")
+
+    def turn_away(self, reason: str) -> None:
+        """Nothing more of the peer is read, whatever it has sent."""
         self._link.malformed += 1
         self._start = self._end = self._body = self._skip = 0
         self._exhausted = True
-        self.end(f"the peer sent {what}, which no member does")
+        self.end(reason)

@@ -26,18 +26,22 @@ _GREETING_SECONDS: Final = 5.0
 
 
 class Complaint:
-    """Tells the log that nobody can be accepted, and what to do about it."""
+    """Tells the log what goes wrong with others who come, once in a while."""
 
     def __init__(self) -> None:
         self._next_at = 0.0
 
     def make(self, error: OSError) -> None:
-        """Say so, unless that was said not long ago."""
+        """Say that nobody can be accepted, and what to do about it."""
+        what = out_of_descriptors(error) or error
+        self.say("cannot accept a connection, but tries again: %s", what)
+
+    def say(self, text: str, *args: object) -> None:
+        """Say so, unless something was said not long ago."""
         now = time.monotonic()
         if now >= self._next_at:
             self._next_at = now + SILENT_SECONDS
-            what = out_of_descriptors(error) or error
-            logger.warning("cannot accept a connection, but tries again: %s", what)
+            logger.warning(text, *args)
 
 
 class Listener(Protocol):
@@ -70,6 +74,7 @@ class Listening(Watching[ConnT], Link):
         conns: All connections, until they are closed.
         closing: Those that still deliver, and until when.
         strangers: Those accepted that have not said hello, and since when.
+        misfits: Tells of those of another version.
     """
 
     def __init__(self) -> None:
@@ -82,6 +87,7 @@ class Listening(Watching[ConnT], Link):
         self._listeners: dict[Listener, None] = {}
         self._deaf: dict[Listener, float] = {}
         self._complaint = Complaint()
+        self.misfits = Complaint()
         self._is_open = False
 
     @abstractmethod
