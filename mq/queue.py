@@ -212,12 +212,11 @@ class MQ(BlockingQueue):
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         """Messages until the queue is closed."""
-        while True:
-            try:
-                message = await self.arecv()
-            except Closed:
-                return
-            yield message
+        try:
+            while True:
+                yield await self.arecv()  # by no name: see `__iter__`
+        except Closed:
+            return
 
     async def __aenter__(self) -> MQ:
         return self.__enter__()

@@ -173,8 +173,8 @@ class Receiving(Membership):
 
     def __iter__(self) -> Iterator[Message]:
         """Messages until the queue is closed."""
+        box: list[Any] = [None]
         while True:
-            box: list[Any] = [None]
             try:
                 try:
                     if self._stranded:
@@ -183,9 +183,8 @@ class Receiving(Membership):
                         self._receive(box, None)
                 except Closed:
                     return
-                message = box[0]
-                box[0] = None
-                yield message
+                # By no name: that would keep it until the next has come.
+                yield (box[0], box := [None])[0]
             finally:
                 try:
                     box[0] is None or self._strand(box) or self._put_back()

@@ -581,7 +581,7 @@ def interrupt(number, frame):
     # What comes between two calls, or in a callback of a loop, is not the library's to
     # handle.
     global raised
-    callers, ours = frame, (receive.__code__, iterate.__code__)
+    callers, ours = frame, {f.__code__ for f in (receive, iterate, loop)}
     while callers is not None and callers.f_code not in ours:
         callers = callers.f_back
     if callers and frame.f_code.co_filename.startswith(os.path.dirname(mq.__file__)):
@@ -612,6 +612,16 @@ def iterate():
         except Alarm:
             pass
 
+async def loop():
+    while True:
+        try:
+            async for message in receiver:
+                got.append(message.payload)
+                if message.payload is None:
+                    return
+        except Alarm:
+            pass
+
 got = []
 signal.signal(signal.SIGALRM, interrupt)
 with (
@@ -631,7 +641,9 @@ print(wrong[:3] or "whole")
 
 
 @compiled
-@pytest.mark.parametrize("how", ["iterate()", "asyncio.run(receive())"])
+@pytest.mark.parametrize(
+    "how", ["iterate()", "asyncio.run(receive())", "asyncio.run(loop())"]
+)
 def test_a_storm_of_interrupts_loses_nothing_that_was_taken(how: str) -> None:
     """On its way through what calls `recv`, too; a later iteration goes on."""
     assert output_of(RECEIVING.replace("HOW", how)) == "whole\n"
