@@ -138,6 +138,7 @@ class BlockingQueue(Receiving):
         memory = self._pool.take(nbytes) if block is None else block.area
         loaned = loans.lay_out(memory, shape, dtype)
         yield loaned
+        self._driver.check()  # in a child forked meanwhile it is not to be written to
         frames = self._encode(loaned, topic)
         if block is not None:
             block = loans.finish(block, frames)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mq
+from mq import buffers
 from mq.testing import STEP
 
 MIB = 1 << 20
@@ -63,3 +65,80 @@ def test_an_asynchronous_loop_over_the_queue_keeps_none_either(pair: Pair) -> No
             assert view() is None
 
     asyncio.run(loop())
+
+
+# -- forked children ----------
+
+forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@contextlib.contextmanager
+def forked(act: Callable[[], object]) -> Iterator[None]:
+    """A child, which acts when the block ends, without an error."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.close(writer)
+            os.read(reader, 1)
+            act()
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(reader)
+    try:
+        yield
+    finally:
+        os.close(writer)
+        status = os.waitpid(child, 0)[1]
+    assert status == 0
+
+
+@forks
+def test_a_child_that_leaves_a_loan_writes_nothing_for_its_parent(pair: Pair) -> None:
+    """Whose memory has long been used for another message, perhaps."""
+    a, b = pair
+    loan = a.loan("t", (MIB - 4096,), np.uint8, timeout=STEP)
+    loan.__enter__()
+
+    def leave() -> None:
+        with pytest.raises(mq.ForkedProcess):
+            loan.__exit__(None, None, None)
+
+    with forked(leave):
+        loan.__exit__(None, None, None)
+        b.recv(timeout=STEP)
+        a.publish("t", array_of(7), timeout=STEP)
+        view = b.recv(timeout=STEP).payload
+    assert (view == 7).all()
+
+
+@forks
+def test_a_child_forked_within_publish_copies_no_more(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler of a signal may fork, and return in both."""
+    a, b = pair
+    copies: list[memoryview] = []
+    children: list[int] = []
+
+    def fork_and_copy(piece: memoryview, target: memoryview, whole: int) -> None:
+        copies.append(target)
+        buffers.copy(piece, target, whole)
+        if len(piece) >= MIB // 8 and not children:
+            copies.clear()
+            children.append(os.fork())
+
+    monkeypatch.setattr("mq.mesh.publishing.copy", fork_and_copy)
+    payload = [array_of(number, MIB // 4) for number in (1, 2)]
+    try:
+        a.publish("t", payload, timeout=STEP)
+    except mq.ForkedProcess:
+        os._exit(len(copies))
+    finally:
+        if children == [0]:
+            os._exit(-1)
+    assert copies
+    assert os.waitpid(children[0], 0)[1] == 0
+    assert [int(view[-1]) for view in b.recv(timeout=STEP).payload] == [1, 2]

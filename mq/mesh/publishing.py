@@ -153,6 +153,8 @@ class Publishing(Memory):
         )
         if block is not None and block.counter is None:
             for start, piece in frames.segments():
+                if self.forked:  # by a handler: it is the parent's to write
+                    self._refuse()
                 stop = start + len(piece)
                 copy(piece, block.area[start:stop], frames.nbytes)
         return block, waits
