@@ -240,8 +240,6 @@ class Returns:
     def close(self) -> None:
         """Nobody is to be told any more."""
         self.abandon()
-        self._kept.clear()
-        self.queue.clear()
 
     # -- forks ----------
 
@@ -273,6 +271,8 @@ class Returns:
         """In a forked child: its parent keeps what there is to keep."""
         self.bell.fd = -1
         self.endings.clear()
+        self._kept.clear()
+        self.queue.clear()
         while self._forks:
             os.close(self._forks.popleft()[0])
 

@@ -715,6 +715,28 @@ def test_views_are_kept_where_nobody_can_tell_when_a_child_ends(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_no_views_but_those_that_the_application_has() -> None:
+    """Neither what has died, not told of yet, nor what is kept for other children."""
+    segment = segment_of(LIMIT, LIMIT)
+    returns = Returns()
+    mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+    for keep in (False, True):
+        mapping, area = borrowed(returns, segment)
+        mappings.add(mapping)
+        settle(area, Pool(0), zero_copy=True)
+        if keep:
+            returns.keep_for_child(None, returns.shown())
+        del mapping, area
+    child = os.fork()
+    if child == 0:
+        os._exit(len(mappings))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(mappings) == 2
+    returns.close()
+    assert not mappings
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_children_of_a_child_that_has_views_open_no_descriptors() -> None:
     """They hold the end that it inherited itself."""
     segment = segment_of(LIMIT, LIMIT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 
 import mq
 from mq import buffers
-from mq.testing import STEP
+from mq.testing import STEP, wait_until
 
 MIB = 1 << 20
 
@@ -142,3 +143,47 @@ def test_a_child_forked_within_publish_copies_no_more(
     assert copies
     assert os.waitpid(children[0], 0)[1] == 0
     assert [int(view[-1]) for view in b.recv(timeout=STEP).payload] == [1, 2]
+
+
+def mapped() -> list[str]:
+    """The memory of messages that this process has mapped."""
+    with open("/proc/self/maps") as file:
+        return [line for line in file if "memfd:mq" in line]
+
+
+@forks
+def test_a_child_keeps_only_the_messages_that_the_application_has() -> None:
+    """Its parent's limit is one of what is there, however long the child lives."""
+    group = f"letting-go-{os.getpid()}"
+    with (
+        mq.connect("shm", group=group, name="a", shm_bytes=32 * MIB) as a,
+        mq.connect("shm", group=group, name="b") as b,
+    ):
+        b.subscribe("viewed", zero_copy=True)
+        b.subscribe("copied")
+        a.subscribe("never published")
+        b.subscribe("newest", history=mq.keep_last(2), zero_copy=True)
+        a.publish("retained", array_of(0), retain=True)
+        for topic in ("viewed", "copied", "newest", "viewed"):
+            a.publish(topic, array_of(1), timeout=STEP)
+        a.flush(STEP)
+        copies = b._mesh.subscriber.copies
+        wait_until(lambda: not copies, "b to have its copy")
+        held = [b.recv(timeout=STEP).payload]
+        gc.disable()
+
+        def let_go() -> None:
+            assert (held[0] == 1).all()
+            assert len(mapped()) == 1
+            held.clear()
+            assert not mapped()
+
+        try:
+            with forked(let_go):
+                b.subscribe("retained")
+                rest = [b.recv(timeout=STEP) for _ in range(4)]
+                found = {message.topic: int(message.payload[-1]) for message in rest}
+        finally:
+            gc.enable()
+        assert found == {"viewed": 1, "copied": 1, "newest": 1, "retained": 0}
+        assert a.stats()["topics"]["viewed"]["undelivered"] == 0

@@ -106,6 +106,11 @@ class Copies:
         self.waiting.append(run.copying)
         self._progress()
 
+    def clear(self) -> None:
+        """Nobody wants them any more."""
+        while self._waiting:
+            self._waiting.popleft().run.copying = None
+
     def _progress(self) -> None:
         self._due = self._pause = 0.0
         self._in_vain = 0

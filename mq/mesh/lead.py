@@ -114,8 +114,9 @@ class Lead:
     def abandon(self) -> None:
         """In a forked child: whoever else held the lock does not exist here."""
         self.forked = True
+        in_the_middle = self.is_in_the_middle()
         renew(self.lock)
-        abandon(self.mesh)
+        abandon(self.mesh, in_the_middle)
 
     def end_calls(self) -> None:
         """Have every call end with `Closed`."""

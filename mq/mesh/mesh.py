@@ -26,7 +26,7 @@ from mq.mesh.large import Cutting, Take
 from mq.mesh.liveness import Liveness
 from mq.mesh.publisher import Publisher
 from mq.mesh.reader import Reader
-from mq.mesh.recovery import recover
+from mq.mesh.recovery import let_go, recover
 from mq.mesh.session import Fate, Session
 from mq.mesh.setbacks import Setbacks
 from mq.mesh.subscriber import Subscriber
@@ -367,13 +367,9 @@ class Mesh:
 
     def close(self, linger: float = LINGER_SECONDS) -> None:
         """Close all connections and links; they send what they have for so long."""
-        for session in list(self.sessions.values()):
+        for session in self.sessions.values():
             self.liveness.unwatch(session)
-            self.publisher.remove(session)  # what it lacks is counted
-            session.frames.clear()
-            session.lent.clear()
-        for topic in self.publisher.topics.values():
-            topic.drop_all()
+        let_go(self)
         self.subscriber.returns.close()
         self.conns.clear()
         self.sessions.clear()

@@ -41,12 +41,31 @@ def recover(mesh: Mesh, *, polling: bool) -> None:
             mesh.disconnect(session, "interrupted in the middle of a frame")
 
 
-def abandon(mesh: Mesh) -> None:
+def let_go(mesh: Mesh) -> None:
+    """Keep nothing in memory of what is published or being received."""
+    for session in list(mesh.sessions.values()):
+        mesh.publisher.remove(session)  # what it lacks is counted
+        session.frames.clear()
+        session.lent.clear()
+    for topic in mesh.publisher.topics.values():
+        topic.drop_all()
+    mesh.subscriber.copies.clear()
+
+
+def abandon(mesh: Mesh, in_the_middle: bool) -> None:
     """Empty a mesh in a forked child, where nothing is to be sent or put right.
 
-    A signal's handler may have forked in the middle of a call, which goes on here.
+    Args:
+        in_the_middle: A signal's handler has forked in the middle of the mesh's work,
+            which goes on here.
     """
     mesh.publisher.close_gates()
+    # A segment that the parent gives back would exist as long as the child, beyond the
+    # limit. What is not shared is as all else that a child has, and may be an engine's.
+    if not in_the_middle and any(link.lender is not None for link in mesh.links):
+        mesh.subscriber.returns.abandon()  # first: it would be told of views that die
+        let_go(mesh)
+        mesh.subscriber.discard_all()
     mesh.sessions, mesh.conns, mesh.links = {}, {}, []
     mesh.greetings = Greetings(mesh)
 
