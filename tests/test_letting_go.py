@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from world import Member, World
 
 import mq
 from mq import buffers
+from mq.buffers import REGION_BYTES, Pool
 from mq.testing import STEP, wait_until
 
 MIB = 1 << 20
@@ -187,3 +189,41 @@ def test_a_child_keeps_only_the_messages_that_the_application_has() -> None:
             gc.enable()
         assert found == {"viewed": 1, "copied": 1, "newest": 1, "retained": 0}
         assert a.stats()["topics"]["viewed"]["undelivered"] == 0
+
+
+# -- messages that never come to their end ----------
+
+
+@pytest.mark.parametrize("end", ["unsubscribe", "kill", "close"])
+def test_half_a_message_is_let_go_of_at_once(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """And not when the garbage collector comes by, or all before it is read."""
+    pool = Pool(0)
+    monkeypatch.setattr(
+        Member, "_take", lambda self, n: (pool if self.name == "b" else Pool(0)).take(n)
+    )
+    world = World("a", "b")
+    a, b = world["a"], world["b"]
+    b.subscribe("t")
+    world.settle()
+    (conn,) = world.net.between(a.link, b.link)
+    assert a.publish("t", b"unread")
+    assert a.publish("t", bytes(REGION_BYTES))
+    while not pool.stats().in_use:
+        world.net.deliver(conn)
+        b.mesh.poll()
+    gc.disable()
+    try:
+        if end == "unsubscribe":
+            b.unsubscribe("t")
+        elif end == "kill":
+            world.partition("a", "b")  # what it has sent does not arrive
+            world.kill("a")
+            world.advance(1.0)
+            assert not b.mesh.sessions
+        else:
+            b.mesh.close()
+        assert not pool.stats().in_use
+    finally:
+        gc.enable()

@@ -379,6 +379,10 @@ class Source:
             )
             self._stream = None
 
+    def end(self) -> None:
+        """Nothing more arrives: let go of what has begun to."""
+        self._stream = None
+
 
 class Arrivals(NamedTuple):
     """The newest message that has arrived; how many, and how many bytes, in all."""

@@ -49,6 +49,8 @@ def let_go(mesh: Mesh) -> None:
         session.lent.clear()
     for topic in mesh.publisher.topics.values():
         topic.drop_all()
+    for subscription in mesh.subscriber.topics.values():
+        subscription.end()
     mesh.subscriber.copies.clear()
 
 

@@ -86,6 +86,7 @@ class Subscriber:
 
     def _end(self, subscription: Subscription, sessions: Sequence[Session]) -> None:
         subscription.stats.discarded += self.inbox.drop(subscription)
+        subscription.end()
         for session in sessions:
             session.control(wire.UNSUBSCRIBE, subscription.id)
         for remembered in self._remembered.values():
@@ -147,9 +148,8 @@ class Subscriber:
             if self.topics.get(subscription.topic) is not subscription:
                 self._end(subscription, sessions)
                 continue
-            for session in list(subscription.sources):
-                if session not in alive:
-                    subscription.drop_source(session)
+            for session in subscription.sources.keys() - alive:
+                subscription.drop_source(session)
             for session in sessions:
                 source = subscription.sources.get(session)
                 if source is None or not source.told:

@@ -122,9 +122,16 @@ class Subscription:
             nbytes += max(0, source.granted_bytes - source.consumed_bytes)
         return messages, nbytes
 
+    def end(self) -> None:
+        """No publisher sends any more; each source and this refer to each other."""
+        for source in self.sources.values():
+            source.end()
+
     def drop_source(self, session: Session) -> None:
         """The publisher is gone."""
-        self._short.pop(self.sources[session], None)
+        source = self.sources[session]
+        source.end()  # messages that are still to be read refer to it
+        self._short.pop(source, None)
         del self.sources[session]
 
     def _free(self) -> Share:
