@@ -96,6 +96,15 @@ def test_large_messages_of_nng_are_those_of_the_run() -> None:
         assert line == f"{expected:.3g}"
 
 
+def test_small_messages_beside_large_ones_are_those_of_the_run() -> None:
+    """The median and both percentiles, each under its name."""
+    rows = measured("mixed-640mb", "mixed")
+    found = table(DOC, "| beside 640 MB | p50, ms | p90, ms | p99, ms |")
+    assert len(found) == 4
+    for transport, *percentiles in found:
+        assert percentiles == rows["640 MB", transport][:3]
+
+
 def test_the_table_between_gpus_is_that_of_the_run() -> None:
     """Ours, the bare library's, and its detour by host memory."""
     rows = measured("h100-latency", "latency")
