@@ -70,6 +70,10 @@ def test_the_budget_of_small_messages_is_that_of_the_run() -> None:
     assert len(rows) > 20
     for size, transport, send, recv, messages, lost in rows:
         assert [messages, lost, send, recv] == rate[size, transport][:4]
+    shown = {(row[0], row[1]) for row in rows}
+    for size, name in rate:  # who shows the one way of a library shows the faster, too
+        if (size, name.removesuffix(":pubsub")) in shown:
+            assert (size, name) in shown
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq:ipc", "raw:zmq:ipc"])
