@@ -224,6 +224,11 @@ def served(transport: str) -> bool:
     return transport in BASELINES and BASELINES[transport].served
 
 
+def may_lose(transport: str) -> bool:
+    """Whether messages of a transport may get lost; all others must arrive."""
+    return transport in BASELINES and BASELINES[transport].lossy
+
+
 def can_run(transport: str, workload: str) -> bool:
     """Whether a transport or baseline has this workload."""
     _, mode = split(transport)

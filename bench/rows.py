@@ -108,7 +108,7 @@ class Result:
 
 
 def whole(result: Result) -> Result:
-    """The result, a failure if messages were lost that every backend must deliver."""
+    """The result, a failure if messages were lost that must all arrive."""
     lost = result.metrics.get("lost", 0.0)
     if result.status != "ok" or not lost:
         return result

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bench import payloads
-from bench.baselines import BASELINES, COPIES, is_baseline, wire_of
+from bench.baselines import COPIES, is_baseline, may_lose, wire_of
 from bench.payloads import Payload
 from bench.peer import Metrics, Peer
 from bench.rows import percentiles
@@ -162,14 +162,14 @@ def _flow(peer: Peer, kind: str, sender: bool) -> Metrics | None:
     nbytes, budget = peer.cell.nbytes, peer.cell.budget
     payload = payloads.make(kind, nbytes) if sender else None
     senders = peer.spokes if kind == "batch" else 1
-    known = BASELINES.get(peer.cell.transport)
-    lossy = known is not None and known.lossy
+    lossy = may_lose(peer.cell.transport)
     # Each trial of what loses ends with silence: they begin with more.
     count = 4 if nbytes >= _LARGE else 5000 if lossy else 50
     seconds, delivered, trial = 0.0, 0, 0
     lasting = False
     with open_wire(peer, quiet=lossy_silence(nbytes) if lossy else None) as wire:
         while True:
+            sent = count * senders - (not trial)  # one that is checked comes first
             # Lengthened until it lasts, then repeated: a single pause of the machine
             # would otherwise make a short trial pass for a long one.
             if sender:
@@ -180,12 +180,13 @@ def _flow(peer: Peer, kind: str, sender: bool) -> Metrics | None:
                     payloads.check(wire.recv(), kind, nbytes)
                 cpu = time.thread_time()
                 with peer.timed():
-                    seconds, delivered = _drain(wire, count * senders - (not trial))
+                    seconds, delivered = _drain(wire, sent)
                 cpu = time.thread_time() - cpu
                 news = peer.meet((seconds, delivered, cpu))
             seconds, delivered, recv_cpu = next(n for n in news if isinstance(n, tuple))
             send_cpu = sum(n for n in news if isinstance(n, float))
-            if lasting:
+            # What may not lose has failed by the first loss, in whichever trial.
+            if lasting or (delivered < sent and not lossy):
                 break
             lasting = trial > 0 and (seconds >= budget / 2 or count >= _MOST)
             trial += 1
@@ -195,13 +196,12 @@ def _flow(peer: Peer, kind: str, sender: bool) -> Metrics | None:
                 count = min(_MOST, int(count * min(20.0, max(least, growth))))
     if sender:
         return None
-    lost = count * senders - delivered
     return {
         "value": (delivered - 1) / seconds,
-        "lost": float(lost),
-        "sent": float(count * senders),
+        "lost": float(sent - delivered),
+        "sent": float(sent),
         "carried_bytes": float(delivered * nbytes),
-        "send_us": 1e6 * send_cpu / (count * senders),
+        "send_us": 1e6 * send_cpu / sent,
         "recv_us": 1e6 * recv_cpu / delivered,
     }
 
