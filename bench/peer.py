@@ -29,7 +29,9 @@ class Peer:
     Attributes:
         size: How many participants the cell has.
         cpu_seconds: Processor time of this process in the last `timed` block.
-        directory: A directory of this cell, for its sockets, and where members meet.
+        directory: A directory of this cell, for its sockets, and where members meet. It
+            is removed in the end, and so are files in /dev/shm that begin with its name
+            and an underscore.
         group: A name that no other cell has.
         queues: One of multiprocessing's for each participant, where the cell is about
             them.

@@ -14,7 +14,6 @@ import ctypes
 import os
 import shutil
 import struct
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -44,7 +43,7 @@ class IceoryxWire(Wire):
         self._depth = _FEW if large else _MANY
         _check_room((self._depth + 2) * peer.cell.nbytes)
         iox2.set_log_level(iox2.LogLevel.Fatal)
-        self._node = _node()
+        self._node = _node(peer.directory)
         most = 2 * peer.cell.nbytes // (1 if large else 2) + 4096
         ways = ("out", "back") if peer.rank == 0 else ("back", "out")
         sending, receiving = (f"{peer.group}/{way}" for way in ways)
@@ -111,11 +110,11 @@ class IceoryxWire(Wire):
             port.delete()
 
 
-def _node() -> Any:
-    """A node with files of this user's own; it clears away those of dead nodes."""
+def _node(directory: str) -> Any:
+    """A node whose files are the cell's own: what is left of them goes with it."""
     config = iox2.config.default()
-    root = os.path.join(tempfile.gettempdir(), f"mq-bench-iceoryx2-{os.getuid()}")
-    config.global_cfg.root_path = iox2.Path.new(root)
+    config.global_cfg.root_path = iox2.Path.new(directory)
+    config.global_cfg.prefix = iox2.FileName.new(f"{os.path.basename(directory)}_")
     builder = iox2.NodeBuilder.new().config(config)
     builder = builder.signal_handling_mode(iox2.SignalHandlingMode.Disabled)
     return builder.create(iox2.ServiceType.Ipc)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import tempfile
 import time
@@ -11,12 +12,19 @@ from contextlib import contextmanager
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 from bench import interrupts, peer
 from bench.baselines import QUEUES, queue_capacity
 from bench.peer import Metrics, Unusable
 from bench.rows import Cell, Result, Usage
+
+_LONGEST = 32
+"""Bytes of a path in which cells have their directories.
+
+A socket's path has 107 at most; the longest are iceoryx2's, which add 75.
+"""
 
 
 class CellFailed(Exception):
@@ -81,6 +89,13 @@ def _touch(cell: Cell, nbytes: int) -> None:
     _end([process], cell.limit)
 
 
+def _base() -> str:
+    """Where cells have their directories: among the temporary files, or in /tmp."""
+    base = tempfile.gettempdir()
+    far = len(os.fsencode(base)) > _LONGEST and os.access("/tmp", os.W_OK | os.X_OK)
+    return "/tmp" if far else base
+
+
 def _queues(
     context: multiprocessing.context.ForkServerContext, cell: Cell, size: int
 ) -> list[Any]:
@@ -98,7 +113,7 @@ def _started(
     ends = [context.Pipe() for _ in range(size)]
     ours, theirs = [end[0] for end in ends], [end[1] for end in ends]
     processes: list[ForkServerProcess] = []
-    directory = tempfile.TemporaryDirectory(prefix="mq-bench-")
+    directory = tempfile.TemporaryDirectory(prefix="mq-bench-", dir=_base())
     queues = _queues(context, cell, size)
     grace = 0.0
     try:
@@ -120,6 +135,8 @@ def _started(
     finally:
         _end(processes, grace)
         directory.cleanup()  # ours, so that nothing remains of a killed cell
+        for file in Path("/dev/shm").glob(f"{Path(directory.name).name}_*"):
+            file.unlink(missing_ok=True)
         for pipe in [*ours, *theirs]:
             pipe.close()
 
