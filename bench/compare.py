@@ -193,7 +193,7 @@ def failures(before: Run, after: Run, most: float) -> list[str]:
             found.append(f"{one.title()}: lost {one.lost[1]:,.0f} messages")
     for row in after.rows:
         was = before.row(row.workload, row.nbytes, row.transport)
-        broken = row.problem.startswith("failed") and not is_baseline(row.transport)
+        broken = row.failed() and not is_baseline(row.transport)
         if broken and row.values and was is not None and not was.problem:
             found.append(f"{_title(row)}: {row.problem}")
     ours = [row for row in before.rows if not is_baseline(row.transport)]

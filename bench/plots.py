@@ -296,7 +296,7 @@ def _bars(run: Run, workload: str) -> Plot | None:
         what = "time" if known.unit == "ms" else known.unit
         axes.set_xlabel(f"{what}, {better} is better")
     caption = "Medians, best first; ours in colour, bare libraries and limits in grey."
-    caption += " Filled: p50, hollow: p99." if known.lower_is_better else ""
+    caption += " Filled: p50, hollow: p99, if told." if known.lower_is_better else ""
     return Plot(workload, workload, caption, figure)
 
 

@@ -16,6 +16,9 @@ from bench.rows import Result
 
 _PUBLISHED = Path(__file__).with_name("published_p2p.csv")
 
+LEAST = {"p90": 10, "p99": 100}
+"""Samples that a round needs for a percentile; of fewer it is the longest of them."""
+
 
 @dataclass
 class Row:
@@ -27,7 +30,7 @@ class Row:
         receiver_bytes: What the receiver grew by at most, by round.
         sender_bytes: The same of the sender.
         cpu_per_gb: Processor seconds of all processes per 10^9 bytes, by round.
-        problem: Why there is no value, or not one from every round.
+        problems: By round: why it has no value.
     """
 
     transport: str
@@ -38,7 +41,24 @@ class Row:
     receiver_bytes: list[int] = field(default_factory=list)
     sender_bytes: list[int] = field(default_factory=list)
     cpu_per_gb: list[float] = field(default_factory=list)
-    problem: str = ""
+    problems: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> str:
+        """Why there is no value, or not one from every round; else empty."""
+        rounds: dict[str, list[str]] = {}
+        for number, reason in sorted(self.problems.items()):
+            rounds.setdefault(reason, []).append(str(number + 1))
+        if not self.values and len(rounds) == 1:  # there is nothing to tell apart
+            return next(iter(rounds))
+        return "; ".join(
+            f"round{'s' if len(numbers) > 1 else ''} {', '.join(numbers)} {reason}"
+            for reason, numbers in rounds.items()
+        )
+
+    def failed(self) -> bool:
+        """Whether a round has failed."""
+        return any(reason.startswith("failed") for reason in self.problems.values())
 
     @property
     def value(self) -> float | None:
@@ -46,9 +66,17 @@ class Row:
         return median(self.values.values()) if self.values else None
 
     def metric(self, name: str) -> float | None:
-        """The median over the rounds of one of the metrics."""
+        """The median over the rounds of one of the metrics.
+
+        None also of a percentile for which a round had too few samples.
+        """
         found = self.metrics.get(name)
-        return median(found) if found else None
+        few = self.samples() < LEAST.get(name, 0)
+        return median(found) if found and not few else None
+
+    def samples(self) -> float:
+        """The fewest of a round; infinite where they are not known."""
+        return min(self.metrics.get("samples", ()), default=math.inf)
 
     def lost(self) -> float:
         """Messages lost in all rounds, also in those that failed for it."""
@@ -66,7 +94,7 @@ class Row:
     def add(self, result: Result) -> None:
         """Take in one round."""
         if result.status != "ok":
-            self.problem = f"{result.status}: {result.reason}"
+            self.problems[result.round] = f"{result.status}: {result.reason}"
             self._note(result, ("lost", "sent"))
             return
         if result.round in self.values:  # twice in one file: the first one counts

@@ -11,7 +11,7 @@ from bench import plan
 from bench.baselines import is_baseline, raw_of, served
 from bench.model import models
 from bench.rows import size_text
-from bench.summary import Published, Row, Run, nearest, number, published
+from bench.summary import LEAST, Published, Row, Run, nearest, number, published
 
 NOTES = {
     "latency": "One message at a time, one way: the round trip with an empty answer, "
@@ -34,6 +34,8 @@ NOTES = {
     "codec": "Encoding and decoding together, without a wire.",
     "import": "`import mq` in a new interpreter; the target is 100 ms.",
 }
+_TOO_FEW = ", ".join(f"{name} of fewer than {least}" for name, least in LEAST.items())
+_SAMPLED = f" samples: the fewest of a round; not told: {_TOO_FEW}."
 _EXTRA = {
     "p90": "p90",
     "p99": "p99",
@@ -79,7 +81,9 @@ def _workload(run: Run, workload: str, rows: list[Row]) -> Text:
     figures = published()[0] if workload == "latency" else {}
     extra = [name for name in _EXTRA if any(name in row.metrics for row in rows)]
     middle = "p50 " if "p99" in extra else ""
-    head = ["size", "transport", f"{middle}{unit}", *(_EXTRA[name] for name in extra)]
+    sampled = any("samples" in row.metrics for row in rows)
+    head = ["size", "transport", "rounds", *(["samples"] if sampled else [])]
+    head += [f"{middle}{unit}", *(_EXTRA[name] for name in extra)]
     head += ["raw", "/raw", "limit", "/limit", "CPU s/GB", "sender MB", "receiver MB"]
     head += ["published ms"] if figures else []
     lines = []
@@ -87,6 +91,7 @@ def _workload(run: Run, workload: str, rows: list[Row]) -> Text:
         if not row.values:  # named with its reason below the table
             continue
         line = [size_text(row.nbytes) if row.nbytes else "-", row.transport]
+        line += [_rounds(row), *([_samples(row)] if sampled else [])]
         line.append(number(row.value))
         line += [_figure(row, name) for name in extra]
         line += _compared(run, row)
@@ -99,7 +104,18 @@ def _workload(run: Run, workload: str, rows: list[Row]) -> Text:
         for row in rows
         if row.problem
     ]
-    return Text(workload, NOTES[workload] + _served(rows), head, lines, problems)
+    note = NOTES[workload] + (_SAMPLED if sampled else "") + _served(rows)
+    return Text(workload, note, head, lines, problems)
+
+
+def _rounds(row: Row) -> str:
+    """How many have a value, and of how many that were tried."""
+    tried = len({*row.values, *row.problems})
+    return f"{len(row.values)} of {tried}" if row.problems else f"{tried}"
+
+
+def _samples(row: Row) -> str:
+    return f"{row.samples():,.0f}" if row.metrics.get("samples") else "-"
 
 
 def _figure(row: Row, name: str) -> str:

@@ -323,7 +323,7 @@ def test_a_cell_that_lost_what_must_arrive_has_failed(
     reason = "2 message(s) were lost that should have arrived" if fails else ""
     assert status == int(fails)
     assert (second.reason, second.metrics["lost"]) == (reason, 2)
-    problem = f"{name} 64 B: failed: {reason}"
+    problem = f"{name} 64 B: round 2 failed: {reason}"
     assert (problem in capsys.readouterr().out) is fails
 
 

@@ -155,7 +155,7 @@ def test_a_cell_of_one_side_is_named_with_the_reason(
     assert "latency 40 MB zmq:ipc: not in A" in out
     assert compared(tmp_path, before, after, "--fail-above", "2") == 1
     assert capsys.readouterr().err.splitlines() == [
-        "worse: latency 40 MB zmq:tcp: failed: died",
+        "worse: latency 40 MB zmq:tcp: round 2 failed: died",
         "worse: latency 40 MB nng:tcp: not in B (failed: no luck)",
     ]
 

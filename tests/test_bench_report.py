@@ -167,10 +167,10 @@ def test_the_report_compares_and_names_what_is_missing(results: Path) -> None:
     text = report.markdown(report.load([results]))
     found = [li for li in text.splitlines() if li.startswith("| 40 MB | zmq:tcp")]
     cells = [cell.strip() for cell in found[0].strip("|").split("|")]
-    assert cells[2:4] == ["10.0", "20.0"]  # p50, p99
-    assert cells[4:8] == ["20.0", "0.500", "5.00", "2.00"]
-    assert cells[8] == "2.00"  # 0.4 s for 0.2 GB
-    assert cells[9:11] == ["0.0000100", "3.00"]  # MB of sender and receiver
+    assert cells[2:5] == ["3", "10.0", "20.0"]  # rounds, p50, p99
+    assert cells[5:9] == ["20.0", "0.500", "5.00", "2.00"]
+    assert cells[9] == "2.00"  # 0.4 s for 0.2 GB
+    assert cells[10:12] == ["0.0000100", "3.00"]  # MB of sender and receiver
     assert "173 nng-tcp" in found[0]
     assert "200 Gbit/s InfiniBand" in text
     assert "nng:tcp 40 MB: skipped: pynng is not installed" in text

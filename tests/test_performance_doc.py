@@ -11,7 +11,7 @@ from bench import report
 
 ROOT = Path(__file__).parent.parent
 DOC = (ROOT / "docs" / "performance.md").read_text()
-Rows = dict[tuple[str, str], list[str]]
+Rows = dict[tuple[str, str], dict[str, str]]
 
 
 def table(text: str, header: str) -> list[list[str]]:
@@ -29,9 +29,12 @@ def section(run: str, title: str) -> str:
 
 
 def measured(run: str, title: str) -> Rows:
-    """The rows of a workload, by size and transport."""
-    rows = table(section(run, title), "| size |")
-    return {(row[0], row[1]): row[2:] for row in rows}
+    """The rows of a workload, by size and transport; their cells by column."""
+    text = section(run, title)
+    (head,) = (line for line in text.splitlines() if line.startswith("| size |"))
+    names = [name.strip() for name in head.split("|")[1:-1]]
+    rows = table(text, "| size |")
+    return {(row[0], row[1]): dict(zip(names, row, strict=True)) for row in rows}
 
 
 def fitted(run: str) -> dict[str, list[str]]:
@@ -69,7 +72,9 @@ def test_the_budget_of_small_messages_is_that_of_the_run() -> None:
     rows = table(DOC, "| dictionary | transport |")
     assert len(rows) > 20
     for size, transport, send, recv, messages, lost in rows:
-        assert [messages, lost, send, recv] == rate[size, transport][:4]
+        row = rate[size, transport]
+        assert [messages, lost] == [row["msg/s"], row["lost"]]
+        assert [send, recv] == [row["send us"], row["recv us"]]
     shown = {(row[0], row[1]) for row in rows}
     for size, name in rate:  # who shows the one way of a library shows the faster, too
         if (size, name.removesuffix(":pubsub")) in shown:
@@ -80,7 +85,7 @@ def test_the_budget_of_small_messages_is_that_of_the_run() -> None:
 def test_what_is_said_of_four_cores_is_in_the_run(transport: str) -> None:
     """The rates of 64 B."""
     (said,) = re.findall(r"On four \(`bench/results/four-cores.md`\).*?\n\n", DOC, re.S)
-    messages = measured("four-cores", "rate")["64 B", transport][0]
+    messages = measured("four-cores", "rate")["64 B", transport]["msg/s"]
     words = re.sub(r"\s+", " ", said)
     assert re.search(rf"`{transport}`( took)? {messages}\b", words)
 
@@ -92,8 +97,8 @@ def test_large_messages_of_nng_are_those_of_the_run() -> None:
     assert len(rows) == 6
     for size, transport, line, ours, raw, ratio, cost, raw_cost in rows:
         mine, theirs = latency[size, transport], latency[size, f"raw:{transport}"]
-        assert [ours, ratio, cost] == [mine[0], mine[4], mine[7]]
-        assert [raw, raw_cost] == [theirs[0], theirs[7]]
+        assert [ours, ratio, cost] == [mine["p50 ms"], mine["/raw"], mine["CPU s/GB"]]
+        assert [raw, raw_cost] == [theirs["p50 ms"], theirs["CPU s/GB"]]
         per_message, bandwidth = map(float, terms[transport][:2])
         nbytes = float(size.removesuffix(" MB")) * 1e6
         expected = per_message / 1e3 + nbytes / bandwidth / 1e6
@@ -106,7 +111,8 @@ def test_small_messages_beside_large_ones_are_those_of_the_run() -> None:
     found = table(DOC, "| beside 640 MB | p50, ms | p90, ms | p99, ms |")
     assert len(found) == 4
     for transport, *percentiles in found:
-        assert percentiles == rows["640 MB", transport][:3]
+        row = rows["640 MB", transport]
+        assert percentiles == [row["p50 ms"], row["p90"], row["p99"]]
 
 
 def test_the_table_between_gpus_is_that_of_the_run() -> None:
@@ -118,6 +124,6 @@ def test_the_table_between_gpus_is_that_of_the_run() -> None:
     assert len(found) == 4
     for size, transport, p50, raw, ratio, cpu, staged in found:
         run = rows[size, transport]
-        assert (p50, ratio, cpu) == (run[0], run[4], run[7])
-        assert raw == rows[size, "raw:torchrpc:cuda"][0]
-        assert staged == rows[size, "raw:torchrpc:staged"][0]
+        assert (p50, ratio, cpu) == (run["p50 ms"], run["/raw"], run["CPU s/GB"])
+        assert raw == rows[size, "raw:torchrpc:cuda"]["p50 ms"]
+        assert staged == rows[size, "raw:torchrpc:staged"]["p50 ms"]
