@@ -108,8 +108,8 @@ class Copies:
 
     def clear(self) -> None:
         """Nobody wants them any more."""
-        while self._waiting:
-            self._waiting.popleft().run.copying = None
+        while self.waiting:
+            self.waiting.popleft().run.copying = None
 
     def _progress(self) -> None:
         self._due = self._pause = 0.0
