@@ -8,8 +8,9 @@ queue has been made of it.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from typing import Protocol
+from typing import Final, Protocol
 
 from mq.log import Log
 
@@ -47,4 +48,15 @@ def _abandon(thing: Inherited) -> None:
         logger.exception("a forked child could not let go of %r", thing)
 
 
+importing: Final = threading.RLock()
+"""Held while something is imported on first use: who forks waits until it is there.
+
+A child would wait for ever for a module that another thread was in the middle of. A
+handler of a signal's may fork in the importing thread, and so it can be taken again."""
+
+os.register_at_fork(
+    before=importing.acquire,
+    after_in_parent=importing.release,
+    after_in_child=importing.release,
+)
 os.register_at_fork(after_in_child=_after_fork)

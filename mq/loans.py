@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from mq import forks
 from mq.arrays import checked_size, describe
 from mq.buffers import copy
 from mq.frames import ALIGNMENT, align
@@ -33,7 +34,8 @@ def _checked(shape: Sequence[int], dtype: Any) -> tuple[tuple[int, ...], Any, in
     if dtype is None:  # NumPy takes it for one
         raise TypeError("dtype is None: name one, of torch's or NumPy's")
     if type(dtype).__module__ == "torch":
-        from mq.tensors import sendable
+        with forks.importing:
+            from mq.tensors import sendable
 
         if not sendable(dtype):
             raise ValueError(f"tensors of dtype {dtype} cannot be sent")

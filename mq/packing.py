@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 
 from mq import extensions as ext
-from mq import foreign, safe_types
+from mq import foreign, forks, safe_types
 from mq.errors import CodecError
 
 if TYPE_CHECKING:
@@ -361,7 +361,7 @@ def _load_handlers() -> None:
     from mq.speed import Lock  # it loads NumPy, as every queue does
 
     # Handlers of signals wait: one may publish an array, for which it comes here, too.
-    with Lock():
+    with Lock(), forks.importing:
         # A payload can hold arrays and tensors only where their library is loaded.
         if "numpy" in sys.modules:
             from mq import arrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import pickle
 import struct
 from collections import OrderedDict
@@ -12,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from mq import extensions as ext
-from mq import safe_types
+from mq import forks, safe_types
 from mq.errors import CodecError, UntrustedPayload
 from mq.foreign import failure
 from mq.frames import align_area
@@ -347,36 +348,33 @@ def _unpack_large_str(unpacker: Unpacker, body: memoryview) -> str:
     return str(unpacker.take_any(), "utf-8")
 
 
+def _load(kind: int, module: str, name: str) -> Callable[[Unpacker, memoryview], Any]:
+    """What unpacks a kind from now on, without this detour."""
+    with forks.importing:
+        found: Callable[[Unpacker, memoryview], Any]
+        found = getattr(importlib.import_module(module), name)
+    _UNPACKERS[kind] = found
+    return found
+
+
 def _unpack_array(unpacker: Unpacker, body: memoryview) -> Any:
     unpacker.not_ahead()
-    from mq.arrays import unpack_array
-
-    _UNPACKERS[ext.ARRAY] = unpack_array  # from now on without this detour
-    return unpack_array(unpacker, body)
+    return _load(ext.ARRAY, "mq.arrays", "unpack_array")(unpacker, body)
 
 
 def _unpack_scalar(unpacker: Unpacker, body: memoryview) -> Any:
     unpacker.not_ahead()
-    from mq.arrays import unpack_scalar
-
-    _UNPACKERS[ext.SCALAR] = unpack_scalar
-    return unpack_scalar(unpacker, body)
+    return _load(ext.SCALAR, "mq.arrays", "unpack_scalar")(unpacker, body)
 
 
 def _unpack_tensor(unpacker: Unpacker, body: memoryview) -> Any:
     unpacker.not_ahead()
-    from mq.tensors import unpack_tensor
-
-    _UNPACKERS[ext.TENSOR] = unpack_tensor
-    return unpack_tensor(unpacker, body)
+    return _load(ext.TENSOR, "mq.tensors", "unpack_tensor")(unpacker, body)
 
 
 def _unpack_on_device(unpacker: Unpacker, body: memoryview) -> Any:
     unpacker.not_ahead()
-    from mq.tensors import unpack_on_device
-
-    _UNPACKERS[ext.ON_DEVICE] = unpack_on_device
-    return unpack_on_device(unpacker, body)
+    return _load(ext.ON_DEVICE, "mq.tensors", "unpack_on_device")(unpacker, body)
 
 
 _UNPACKERS: Final[dict[int, Callable[[Unpacker, memoryview], Any]]] = {
