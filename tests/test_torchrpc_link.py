@@ -232,6 +232,7 @@ def greeting(**changes: Any) -> dict[str, Any]:
         (greeting(torch="1" * 1025), "other types", False),
         (greeting(channels="basic"), "other types", False),
         (greeting(channels=["basic", 7]), "other types", False),
+        (greeting(channels="\ud800"), "other types", False),
         (greeting(outboxes=[[0, "id", "0g", 1]]), "other types", False),
         (greeting(outboxes=[[0, "id", "00\n", 1]]), "other types", False),
         (greeting(outboxes=[[0, "id", "00"]]), "other types", False),

@@ -99,7 +99,7 @@ def greeting_of(note: dict[str, Any]) -> Greeting:
         raise BadNote("a greeting with other fields")
     try:
         return msgspec.convert(fields, Greeting)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:  # it quotes what it gets
         raise BadNote(f"a greeting of other types: {error}") from error
 
 
