@@ -523,7 +523,8 @@ class Failing(InprocLink):
         self.polls = 0
 
     def poll(self) -> Any:
-        if not self.poll_fails:
+        is_main = threading.current_thread() is threading.main_thread()
+        if not self.poll_fails or (self.poll_fails == "raises here" and not is_main):
             return super().poll()
         self.polls += 1
         if self.poll_fails == "returns None":
@@ -568,8 +569,11 @@ def test_a_poll_that_fails_ends_its_queue_with_its_name(
     """Nothing more can arrive. It is not polled again, by the keeper either."""
     a, b, link = failing
     link.poll_fails = fault
-    if by == "the keeper":
-        wait_until(lambda: bool(a._mesh.replaced), "the keeper has polled")
+    if by == "a call":
+        with pytest.raises((ZeroDivisionError, TypeError, mq.Closed)):
+            a.recv(timeout=STEP)
+    wait_until(lambda: bool(a._mesh.replaced), "the keeper has polled")
+    polls = link.polls
     for call in (lambda: a.recv(timeout=STEP), lambda: a.publish("t", 1)):
         with pytest.raises(mq.Closed, match=r"Failing\.poll failed: \w+Error: "):
             call()
@@ -577,10 +581,26 @@ def test_a_poll_that_fails_ends_its_queue_with_its_name(
     assert a._driver._turn() > 0.0
     a.close()
 
-    assert link.polls == 1
+    assert link.polls == polls
     b.publish("t", "goes on")
     (text,) = said()
     assert re.match(r"Failing\.poll failed.* can only be closed", text)
+
+
+def test_what_is_thrown_into_a_call_that_polls_ends_that_call_alone(
+    failing: tuple[mq.MQ, mq.MQ, Failing], said: Callable[[], list[str]]
+) -> None:
+    """As by `PyThreadState_SetAsyncExc`: it is the application's, not the link's."""
+    a, b, link = failing
+    a.subscribe("u")
+    b.wait_for_subscribers("u", 1, timeout=STEP)
+    link.poll_fails = "raises here"
+    with pytest.raises(ZeroDivisionError):
+        a.recv(timeout=STEP)
+    link.poll_fails = ""
+    b.publish("u", 1)
+    assert a.recv(timeout=STEP).payload == 1
+    assert not said()
 
 
 def test_a_link_whose_close_raises_leaves_nothing_else_open(

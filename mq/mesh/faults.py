@@ -39,12 +39,14 @@ class Faults:
 
     Attributes:
         deaf: Whether that is so: a link has failed to say what has arrived.
+        keeper: The thread in which nothing but the mesh runs.
     """
 
     def __init__(self, end: Callable[[str], None]) -> None:
         self._warn = WarnOnce(logger)
         self._end = end
         self.deaf = False
+        self.keeper: int | None = None
 
     def fault(
         self,
@@ -141,7 +143,15 @@ class Faults:
             self.fault(of.close, error, "what it has may stay open")
 
     def deafen(self, link: Link, error: Exception) -> None:
-        """A link has raised something, which is being handled, in place of an event."""
+        """A link has raised something, which is being handled, in place of an event.
+
+        Raises:
+            Exception: The error itself, in any thread but the keeper's: it may be the
+                application's, thrown into its thread. If it is not, the keeper meets
+                it, too.
+        """
+        if threading.get_ident() != self.keeper:
+            raise error
         cost = "the queue hears nothing more and can only be closed"
         reason = str(self.fault(link.poll, error, cost))
         self.deaf = True

@@ -323,6 +323,7 @@ class Lead:
             self._bell.release()
 
     def _keep(self) -> None:
+        self.mesh.faults.keeper = threading.get_ident()
         nap = 0.0
         while not self._stop:
             if nap > 0.0:
