@@ -152,8 +152,7 @@ class Receiving(Membership):
                 area, device=subscription.device, read_only=in_place, own=True
             )
         except _CodecError as error:
-            with self._driver.lock:
-                subscription.stats.refused += 1
+            self._driver.look(subscription.refuse)
             kind = UntrustedPayload if isinstance(error, UntrustedPayload) else None
             raise (kind or _CodecError)(
                 f"message {sequence} from {peer.name!r} on {subscription.topic!r}: "

@@ -356,6 +356,47 @@ def test_the_first_handler_of_all_may_come_later() -> None:
     assert output_of(FIRST_HANDLER).strip() == "['whole']"
 
 
+REFUSED = """
+import faulthandler, os, signal
+os.environ["MQ_COMPILED"] = "0"
+import mq
+
+class Unknown:
+    pass
+
+faulthandler.dump_traceback_later(60, exit=True)
+group = "refused-" + str(os.getpid())
+a = mq.connect("tcp", group=group, name="a")
+b = mq.connect("tcp", group=group, name="b", allow_pickle=True)
+a.subscribe("t")
+b.wait_for_subscribers("t", 1, timeout=30)
+signal.signal(signal.SIGTERM, lambda number, frame: a.close())
+stats = a._mesh.subscriber.topics["t"].stats
+kind = type(stats)
+
+class Stats(kind):
+    __slots__ = ()
+
+    def __setattr__(self, name, value):
+        if name == "refused":
+            signal.raise_signal(signal.SIGTERM)
+        kind.__setattr__(self, name, value)
+
+stats.__class__ = Stats
+b.publish("t", Unknown())
+try:
+    a.recv(timeout=30)
+except mq.UntrustedPayload:
+    print("refused")
+b.close()
+"""
+
+
+def test_a_handler_may_close_while_what_was_refused_is_counted() -> None:
+    """Where nothing is compiled, too: it knows by the frames who has the lock."""
+    assert output_of(REFUSED).strip() == "refused"
+
+
 FIRST_ARRAY = """
 import os, signal, sys
 import numpy

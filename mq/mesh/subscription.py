@@ -86,6 +86,10 @@ class Subscription:
         self._short: dict[Source, None] = {}  # in the order in which they became so
         self.options = (keep, depth, window_bytes, zero_copy, device)
 
+    def refuse(self) -> None:
+        """Count a message that cannot be decoded, or is not trusted."""
+        self.stats.refused += 1
+
     def add_source(self, session: Session, seen: int = -1) -> wire.Subscribe:
         """Expect messages of this publisher; what to tell it.
 
