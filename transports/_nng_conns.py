@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 _HELLO = b"tensormq nng 1"
 _BYE = b"bye"
 _BURST = 32  # messages thrown away at a time while a connection closes
-_LOST = "the connection was lost"
+_BREAK = "the connection was lost"
+
+# The phases of a connection, in order: no hello has come; the mesh has it; this end has
+# closed it, and says so; it is lost, which is to be reported; nothing is reported.
+_OPENING, _OPEN, _CLOSING, _LOST, _OVER = range(5)
 
 
 class Attempt(Protocol):
@@ -59,8 +63,7 @@ class NngConn(Conn):
         self._room_fd = -1
         self._refused = False
         self._broken = False  # the wire; the engine may still hold messages
-        self._gone = False  # nothing more is read, and LOST is next
-        self._closing = False
+        self._phase = _OPENING
         self._said_bye = False
 
     # -- opening ----------
@@ -115,9 +118,11 @@ class NngConn(Conn):
         self._link.busy.setdefault(self, False)
 
     def fail(self, reason: str) -> None:
-        """Have LOST reported next."""
+        """Have LOST reported next, unless nobody waits for that."""
         self.reason = self.reason or reason
-        self._gone = True
+        if self._phase < _LOST:
+            untold = self._phase == _CLOSING or self.news is What.ACCEPTED
+            self._phase = _OVER if untold else _LOST
         self.notice()
 
     def _malformed(self, what: str) -> None:
@@ -141,7 +146,7 @@ class NngConn(Conn):
         self._link.watch(self._room_fd, select.EPOLLIN, self.notice)
 
     def receive(self) -> tuple[bytes, int] | None:
-        if self.news is not None or self._body or self.reason:
+        if self._phase != _OPEN or self._body:
             return None
         message = self._take()
         return message if message is not None and message[0] else None
@@ -149,7 +154,7 @@ class NngConn(Conn):
     def _take(self) -> tuple[bytes, int] | None:
         """The next message; one with an empty head was for the link itself."""
         channel = self._channel
-        if channel is None or self._gone:
+        if channel is None or self._phase >= _LOST:
             return None
         if self._taking:
             self.fail("a message was interrupted while it was received")
@@ -208,24 +213,22 @@ class NngConn(Conn):
     def report(self, readable: bool) -> Iterator[Event]:
         """What happened; called when something may have."""
         channel = self._channel
-        if channel is not None and not self._gone:
-            if (self._broken or channel.in_band) and channel.ended():
+        if channel is not None:
+            may_end = self._broken or channel.in_band
+            if may_end and self._phase < _LOST and channel.ended():
                 self._end(channel)
-            elif self._closing:
+            if self._phase == _OPENING and readable and self._greeted():
+                yield self._open()
+            if self._phase == _OPEN:
+                if self._refused and channel.has_room():
+                    yield self._found_room()
+                    readable &= self._phase == _OPEN
+                if readable and not self._body:
+                    yield self._readable
+            elif self._phase == _CLOSING:
                 self._wind_up(channel)
-            elif self.news is not None and readable and self._greeted():
-                news, self.news = self.news, None
-                self.notice()
-                yield Event(news, self)
-            if self._refused and not self.reason and channel.has_room():
-                self._refused = False
-                self._link.unwatch(self._room_fd)
-                self.notice()
-                yield Event(What.WRITABLE, self)
-            if readable and self.news is None and not (self.reason or self._body):
-                yield self._readable
-        if self._gone and self in self._link.conns:
-            told = not self._closing and self.news is not What.ACCEPTED
+        if self._phase >= _LOST and self in self._link.conns:
+            told = self._phase == _LOST
             self.drop()
             if told:
                 yield Event(What.LOST, self, self.reason)
@@ -233,7 +236,7 @@ class NngConn(Conn):
     def _greeted(self) -> bool:
         """Take the peer's first message, which says hello."""
         first = self._take()
-        if first is None or self._gone:
+        if first is None or self._phase != _OPENING:
             return False
         if first[0]:
             self._malformed("something else before it said hello")
@@ -241,27 +244,39 @@ class NngConn(Conn):
         self._link.strangers.pop(self, None)
         return True
 
+    def _open(self) -> Event:
+        assert self.news is not None
+        news, self.news, self._phase = self.news, None, _OPEN
+        self.notice()
+        return Event(news, self)
+
+    def _found_room(self) -> Event:
+        self._refused = False
+        self._link.unwatch(self._room_fd)
+        self.notice()
+        return Event(What.WRITABLE, self)
+
     def _end(self, channel: Channel) -> None:
         if self.news is What.ACCEPTED:
             self._malformed("nothing that NNG or a member understands")
         elif channel.refused():
             self._malformed("what NNG does not accept")
         problem = f": {channel.problem}" if channel.problem else ""
-        self.fail(_LOST + problem)
+        self.fail(_BREAK + problem)
 
     # -- closing ----------
 
     def close(self) -> None:
-        if self._closing or self not in self._link.conns:
+        if self._phase == _CLOSING or self not in self._link.conns:
             return
         self.reason = self.reason or "closed"
         channel = self._channel
-        if self._gone or self.news is not None or channel is None:
+        if self._phase != _OPEN or channel is None:
             self.drop()
             return
         # NNG drops what it has queued when a socket is closed. So the last message is a
         # farewell, and the peer, which has then read everything, breaks the connection.
-        self._closing = True
+        self._phase = _CLOSING
         self.discard_body()
         self._link.closing[self] = time.monotonic() + LINGER_SECONDS
         self._wind_up(channel)
@@ -280,7 +295,8 @@ class NngConn(Conn):
 
     def drop(self) -> None:
         """Free everything at once."""
-        self._gone = True
+        if self._phase != _LOST:  # else an interrupt would have that never reported
+            self._phase = _OVER
         link = self._link
         link.forget(self)
         self._message = None
