@@ -250,7 +250,7 @@ def run(
 ) -> int:
     """Measure every cell; print the table; 1 if a cell failed, 130 if interrupted."""
     start = time.monotonic()
-    facts = environment(arguments) | {PLANNED: str(len(planned))}
+    facts = environment(["mq", "bench", *arguments]) | {PLANNED: str(len(planned))}
     end = start + _QUICK_SECONDS if quick else None
     return on_the_way(output, facts, lambda writer: _measure_all(planned, writer, end))
 

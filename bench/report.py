@@ -160,7 +160,8 @@ def write(found: Found, directory: Path) -> list[str]:
         What to tell, the last line being the best report's path.
     """
     text = directory / "report.md"
-    text.write_text(markdown(found), encoding="utf-8")
+    coded = {"encoding": "utf-8", "errors": "backslashreplace"}  # names of files
+    text.write_text(markdown(found), **coded)
     try:
         from bench import page, plots
         from bench.apps import plots as apps_plots
@@ -175,7 +176,7 @@ def write(found: Found, directory: Path) -> list[str]:
         title(found), found.facts, conditions(found), method(found), remarks(found)
     )
     shown = page.render(found.run, applications(found), drawn, about)
-    whole.write_text(shown, encoding="utf-8")
+    whole.write_text(shown, **coded)
     return [f"report: {whole}"]
 
 

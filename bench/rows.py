@@ -116,14 +116,14 @@ def whole(result: Result) -> Result:
     return replace(result, status="failed", reason=reason)
 
 
-def environment(arguments: Sequence[str]) -> dict[str, str]:
+def environment(command: Sequence[str]) -> dict[str, str]:
     """Where and with what a run is made, for people who read the figures later.
 
     Args:
-        arguments: The arguments of `mq bench`.
+        command: By which it was begun; what of it is no text gets escapes.
     """
     facts = {
-        "command": shlex.join(["mq", "bench", *arguments]),
+        "command": shlex.join(command).encode("utf-8", "backslashreplace").decode(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "cpu": _cpu_model(),
         "cores": str(len(os.sched_getaffinity(0))),

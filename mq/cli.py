@@ -56,7 +56,8 @@ class _Patient:
     """A standard stream that takes everything, also once nobody reads it any more.
 
     `head` has then seen enough, but what is being measured is still reported, and what
-    a comparison finds is still the exit status.
+    a comparison finds is still the exit status. What its encoding has no sign for is
+    shown by escapes, as on standard error.
 
     Attributes:
         error: Why the rest was dropped, or None.
@@ -71,7 +72,9 @@ class _Patient:
 
     def write(self, text: str) -> int:
         """Write, or drop it."""
-        self._attempt(lambda: self._stream.write(text))
+        encoding = self._stream.encoding or "utf-8"  # of a StringIO it is None
+        shown = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._attempt(lambda: self._stream.write(shown))
         return len(text)
 
     def flush(self) -> None:

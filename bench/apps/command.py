@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, app in apps.items():
         app.add_arguments(parser.add_argument_group(name, app.summary))
     options = parser.parse_args(arguments)
-    command = shlex.join(["mq", "bench", "apps", *arguments])
+    command = ["mq", "bench", "apps", *arguments]
     return _run(command, parser, [apps[name] for name in options.apps], options)
 
 
@@ -51,7 +50,7 @@ def main_of(app: App, arguments: Sequence[str]) -> int:
     app.add_arguments(parser)
     options = parser.parse_args(arguments)
     command = ["python", "-m", f"bench.apps.{app.name}", *arguments]
-    return _run(shlex.join(command), parser, [app], options)
+    return _run(command, parser, [app], options)
 
 
 def _task(app: App, options: argparse.Namespace) -> str:
@@ -113,7 +112,7 @@ def _usable(parser: argparse.ArgumentParser, backends: Sequence[str]) -> list[st
 
 
 def _run(
-    command: str,
+    command: Sequence[str],
     parser: argparse.ArgumentParser,
     apps: Sequence[App],
     options: argparse.Namespace,
@@ -126,7 +125,7 @@ def _run(
     except (ValueError, OSError) as error:
         parser.error(str(error))
     every = [cell for _, cells in planned for cell in cells]
-    facts = environment([]) | {"command": command, PLANNED: str(len(every))}
+    facts = environment(command) | {PLANNED: str(len(every))}
     facts |= {app.name: _task(app, options) for app in apps}
 
     def measure_all(writer: Writer) -> int:
