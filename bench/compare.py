@@ -76,7 +76,7 @@ def changes(before: Run, after: Run) -> list[Change]:
     """The cells that both runs have measured, in the order of A."""
     found = []
     for old in before.rows:
-        new = after.row(old.workload, old.nbytes, old.transport)
+        new = after.row(*_key(old))
         if new is not None and old.values:
             found.append(_change(old, new))
     return found
@@ -107,31 +107,45 @@ def _missing(rows: Sequence[Row], other: Run, side: str) -> list[str]:
     return [
         f"{_title(row)}: not in {side}{_problem(other, row)}"
         for row in rows
-        if row.values and other.row(row.workload, row.nbytes, row.transport) is None
+        if row.values and other.row(*_key(row)) is None
     ]
 
 
 def _problem(run: Run, row: Row) -> str:
-    name = (row.workload, row.nbytes, row.transport)
-    for one in run.rows:
-        if (one.workload, one.nbytes, one.transport) == name and one.problem:
-            return f" ({one.problem})"
-    return ""
+    found = run.tried(*_key(row))
+    return f" ({found.problem})" if found is not None and found.problem else ""
+
+
+def _key(row: Row) -> tuple[str, int, str]:
+    return (row.workload, row.nbytes, row.transport)
+
+
+def _without(before: Run, after: Run) -> list[str]:
+    """Rounds without a value, and cells that have none in either run, in words.
+
+    Left out are cells that both runs have skipped.
+    """
+    found = []
+    rows = {_key(row): row for row in [*after.rows, *before.rows]}
+    for key in dict.fromkeys([*map(_key, before.rows), *rows]):
+        sides = {"A": before.tried(*key), "B": after.tried(*key)}
+        both = [row for row in sides.values() if row is not None]
+        valued = sum(bool(row.values) for row in both)
+        if valued == 1 or not (valued or any(row.failed() for row in both)):
+            continue  # the one is named by `missing`
+        said = {
+            side: row.problem if row else "not tried" for side, row in sides.items()
+        }
+        reasons = "; ".join(f"{side}: {words}" for side, words in said.items() if words)
+        if reasons:
+            found.append(f"{_title(rows[key])}: {reasons}")
+    return found
 
 
 def text(before: Run, after: Run) -> str:
     """The comparison in words and columns."""
     found = changes(before, after)
-    if not found:
-        return "the two runs have no cell in common"
-    head = ["workload", "transport", "size", "B/A", "least", "most", "rounds", ""]
-    lines = []
-    for one in found:
-        size = size_text(one.nbytes) if one.nbytes else "-"
-        line = [one.workload, one.transport, size, number(one.ratio)]
-        line += [number(one.low), number(one.high), f"{one.rounds[0]}, {one.rounds[1]}"]
-        lines.append([*line, _remark(one)])
-    parts = tables.aligned(head, lines)
+    parts = _table(found) if found else ["the two runs have no cell in common"]
     for what, worst in (("slower", True), ("faster", False)):
         group = [one for one in found if one.verdict == what]
         group.sort(key=lambda one: one.ratio, reverse=worst)
@@ -140,7 +154,20 @@ def text(before: Run, after: Run) -> str:
             parts += [f"  {one.title()}: {number(one.ratio)}" for one in group]
     if absent := missing(before, after):
         parts += ["", "in one run only:", *(f"  {line}" for line in absent)]
-    return "\n".join([*parts, "", _luck(found), _medians(found)])
+    if without := _without(before, after):
+        parts += ["", "without a value:", *(f"  {line}" for line in without)]
+    return "\n".join([*parts, *(["", _luck(found), _medians(found)] if found else [])])
+
+
+def _table(found: Sequence[Change]) -> list[str]:
+    head = ["workload", "transport", "size", "B/A", "least", "most", "rounds", ""]
+    lines = []
+    for one in found:
+        size = size_text(one.nbytes) if one.nbytes else "-"
+        line = [one.workload, one.transport, size, number(one.ratio)]
+        line += [number(one.low), number(one.high), f"{one.rounds[0]}, {one.rounds[1]}"]
+        lines.append([*line, _remark(one)])
+    return tables.aligned(head, lines)
 
 
 def _remark(change: Change) -> str:
@@ -192,9 +219,10 @@ def failures(before: Run, after: Run, most: float) -> list[str]:
         if one.lost[1] > one.lost[0] == 0:
             found.append(f"{one.title()}: lost {one.lost[1]:,.0f} messages")
     for row in after.rows:
-        was = before.row(row.workload, row.nbytes, row.transport)
-        broken = row.failed() and not is_baseline(row.transport)
-        if broken and row.values and was is not None and not was.problem:
+        was = before.tried(*_key(row))
+        if is_baseline(row.transport) or not row.failed() or (was and was.failed()):
+            continue
+        if row.values or was is None or not was.values:  # else it is missing
             found.append(f"{_title(row)}: {row.problem}")
     ours = [row for row in before.rows if not is_baseline(row.transport)]
     return [*found, *_missing(ours, after, "B")]

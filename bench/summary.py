@@ -146,9 +146,13 @@ class Run:
         self.rows = rows
         self._by_name = {(row.workload, row.nbytes, row.transport): row for row in rows}
 
+    def tried(self, workload: str, nbytes: int, transport: str) -> Row | None:
+        """The row of a cell, be there a value or not, or None."""
+        return self._by_name.get((workload, nbytes, transport))
+
     def row(self, workload: str, nbytes: int, transport: str) -> Row | None:
         """The row of a cell that was measured, or None."""
-        found = self._by_name.get((workload, nbytes, transport))
+        found = self.tried(workload, nbytes, transport)
         return found if found is not None and found.values else None
 
     def of(self, workload: str) -> list[Row]:

@@ -160,6 +160,71 @@ def test_a_cell_of_one_side_is_named_with_the_reason(
     ]
 
 
+def broken(transport: str, *numbers: int, status: str = "failed") -> list[Result]:
+    cells = [Cell(transport, "latency", 40_000_000, number) for number in numbers]
+    if status == "failed":
+        return [Result.of(cell, "failed", "died") for cell in cells]
+    return [Result.of(cell, "skipped", "no room") for cell in cells]
+
+
+def test_rounds_without_a_value_are_named_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside their count; so are those of cells that have no value in either run."""
+    before = [*rounds("tcp", [1, 1, 1, 1, 1]), *broken("shm", 0, 1)]
+    before += [*rounds("zmq:tcp", [1]), *broken("zmq:tcp", 1, status="skipped")]
+    before += broken("nng:ipc", 0, status="skipped")
+    after = [*rounds("tcp", [1]), *broken("tcp", 1, 2, 3, 4), *broken("shm", 0)]
+    after += [*rounds("zmq:tcp", [1, 1]), *broken("nng:tcp", 0)]
+    after += broken("nng:ipc", 0, status="skipped")
+    assert compared(tmp_path, before, after) == 0
+    out = capsys.readouterr().out
+    told = out.partition("without a value:\n")[2].partition("\n\n")[0].splitlines()
+    assert told == [
+        "  latency 40 MB tcp: B: rounds 2, 3, 4, 5 failed: died",
+        "  latency 40 MB shm: A: failed: died; B: failed: died",
+        "  latency 40 MB zmq:tcp: A: round 2 skipped: no room",
+        "  latency 40 MB nng:tcp: A: not tried; B: failed: died",
+    ]
+
+
+def test_runs_in_which_all_failed_say_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though there is nothing to compare."""
+    compared(tmp_path, broken("tcp", 0, 1), broken("tcp", 0, 1))
+    out = capsys.readouterr().out
+    assert "the two runs have no cell in common" in out
+    assert "latency 40 MB tcp: A: failed: died; B: failed: died" in out
+
+
+@pytest.mark.parametrize(
+    ("before", "status"),
+    [
+        ([*rounds("tcp", [1]), *broken("tcp", 1, status="skipped")], 1),
+        ([*rounds("tcp", [1]), *broken("tcp", 1)], 0),
+        (rounds("tcp", [1, 1]), 1),
+        ([], 1),
+    ],
+)
+@pytest.mark.parametrize("again", [rounds("tcp", [1]), []])
+def test_what_failed_fails_unless_it_had_failed_before(
+    again: list[Result],
+    before: list[Result],
+    status: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """To be skipped is another thing; what has no value left is missing in any case."""
+    common = rounds("shm", [1])
+    before, after = [*common, *before], [*common, *again, *broken("tcp", 1)]
+    missing = not again and len(before) > 1
+    assert compared(tmp_path, before, after, "--fail-above", "2") == (missing or status)
+    said = capsys.readouterr().err
+    assert said.count("latency 40 MB tcp: ") == (missing or status)
+    assert "died" in said or not said
+
+
 def test_a_cell_of_ours_that_is_missing_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
