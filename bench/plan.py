@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bench import baselines
 from bench.rows import Cell
+from bench.sizes import following, kind_of
 
 SIZES = (1250, 20_000, 1_250_000, 10_000_000, 40_000_000, 640_000_000)
 LARGE_SIZES = (1_250_000_000, 2_500_000_000)
@@ -40,7 +41,6 @@ class Workload:
         sizes: In bytes; (0,) where there is nothing to choose.
         memory: How many payloads must fit into memory at once.
         quick: The sizes of a quick run; None: `sizes`.
-        least: The smallest payload in bytes; else parts of it would be empty.
     """
 
     body: str
@@ -50,7 +50,6 @@ class Workload:
     sizes: tuple[int, ...]
     memory: int = 4
     quick: tuple[int, ...] | None = None
-    least: int = 4
 
 
 _W = "bench.workloads:"
@@ -66,7 +65,7 @@ WORKLOADS = {
     ),
     "rate": Workload(f"{_W}rate", 1, "msg/s", False, (64, 1000)),
     "fanout": Workload(f"{_W}latency", 3, "ms", True, (10_000_000,), 6),
-    "fanin": Workload(f"{_W}fanin", 3, "msg/s", False, (20_000,), least=32),
+    "fanin": Workload(f"{_W}fanin", 3, "msg/s", False, (20_000,)),
     "stream": Workload(f"{_W}stream", 1, "GB/s", False, (40_000_000,), 14),
     "mixed": Workload(
         f"{_W}mixed", 1, "ms", True, (640_000_000,), 5, quick=(40_000_000,)
@@ -212,9 +211,12 @@ def _difference(limit: Path, used: Path) -> int | None:
 
 def misfit(cell: Cell) -> str | None:
     """Why the size of a cell fits not its workload, transport or memory, or None."""
-    least = WORKLOADS[cell.workload].least
-    if 0 < cell.nbytes < least:
-        return f"{cell.workload} has payloads of at least {least} bytes"
+    nbytes = cell.nbytes
+    next_one = following(kind_of(cell.workload, nbytes), nbytes)
+    if next_one != nbytes:
+        return (
+            f"{cell.workload} has no payload of {nbytes} bytes, the next has {next_one}"
+        )
     known = baselines.BASELINES.get(cell.transport)
     if known is not None and known.most and cell.nbytes > known.most:
         return f"{cell.transport} carries up to {known.most:,} bytes"

@@ -11,6 +11,7 @@ from bench import payloads
 from bench.payloads import Payload
 from bench.peer import Metrics, Peer
 from bench.rows import percentiles
+from bench.sizes import kind_of
 
 _IMPORT = """
 import time
@@ -44,7 +45,7 @@ def codec(peer: Peer) -> Metrics:
     Up to 1 KB a plain dictionary, up to 100 KB a dictionary of tensors, then a tensor.
     """
     nbytes = peer.cell.nbytes
-    kind = "message" if nbytes <= 1000 else "batch" if nbytes <= 100_000 else "tensor"
+    kind = kind_of("codec", nbytes)
     payload = payloads.make(kind, nbytes)
     raw = peer.cell.transport == "raw"
     encode, decode = (_raw if raw else _ours)(payload)

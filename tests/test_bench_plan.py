@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+import torch
 
-from bench import baselines, plan
+from bench import baselines, payloads, plan, sizes
+from bench.payloads import Payload
 from bench.progress import Progress, title
 from bench.rows import Cell
 from mq import registry
@@ -151,11 +154,46 @@ def test_a_cell_is_named_in_words() -> None:
     assert title(Cell("mq", "import", 0)) == "import mq (round 1)"
 
 
+def bytes_of(payload: Payload) -> int:
+    """What of a payload its size is about: tensors, or the message as msgpack."""
+    if isinstance(payload, torch.Tensor):
+        return payload.nbytes
+    assert isinstance(payload, dict)
+    if "note" in payload:
+        return len(msgspec.msgpack.encode(payload))
+    return sum(map(bytes_of, payload.values()))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "message", "batch"])
+def test_the_bytes_of_a_payload_are_known_beforehand(kind: str) -> None:
+    """Also at the lengths at which a string has a longer header."""
+    for nbytes in [*range(16, 400), 1250, 20_000, *range(65_500, 65_700)]:
+        assert sizes.carried(kind, nbytes) == bytes_of(payloads.make(kind, nbytes))
+
+
 @pytest.mark.parametrize("transport", ["shm", "raw:zmq:ipc"])
-def test_a_batch_with_empty_parts_is_not_measured(transport: str) -> None:
-    """Of fewer bytes it fails; the least size is named, for ours and for raw."""
-    said = "fanin has payloads of at least 32 bytes"
-    for nbytes in (4, 16, 31):
-        assert plan.misfit(Cell(transport, "fanin", nbytes)) == said
-    assert plan.misfit(Cell(transport, "fanin", 32)) is None
-    assert plan.misfit(Cell(transport, "latency", 4)) is None
+@pytest.mark.parametrize(
+    ("workload", "nbytes", "following"),
+    [
+        *(("latency", 5, 8), ("fanout", 7, 8), ("stream", 9, 12)),
+        *(("rate", 4, 35), ("rate", 34, 35), ("rate", 67, 68)),
+        *(("fanin", 4, 32), ("fanin", 31, 32), ("fanin", 40, 64)),
+        *(("codec", 4, 35), ("mixed", 6, 8)),
+    ],
+)
+def test_a_size_that_no_payload_has_is_refused(
+    workload: str, nbytes: int, following: int, transport: str
+) -> None:
+    """It would be the label of another one; the next that there is has none."""
+    said = f"{workload} has no payload of {nbytes} bytes, the next has {following}"
+    assert plan.misfit(Cell(transport, workload, nbytes)) == said
+    assert plan.misfit(Cell(transport, workload, following)) is None
+
+
+def test_a_size_that_is_met_but_for_a_hundredth_is_measured() -> None:
+    """As that of the published figures, of which a tensor of floats has 1248 bytes."""
+    for workload, known in plan.WORKLOADS.items():
+        for nbytes in known.sizes:
+            cell = Cell("shm", workload, nbytes)
+            assert "no payload" not in (plan.misfit(cell) or "")
+    assert plan.misfit(Cell("shm", "fanin", 2000)) is None
