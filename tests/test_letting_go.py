@@ -170,7 +170,7 @@ def test_a_child_keeps_only_the_messages_that_the_application_has() -> None:
             a.publish(topic, array_of(1), timeout=STEP)
         a.flush(STEP)
         copies = b._mesh.subscriber.copies
-        wait_until(lambda: not copies, "b to have its copy")
+        wait_until(lambda: not copies.waiting, "b to have its copy")
         held = [b.recv(timeout=STEP).payload]
         gc.disable()
 

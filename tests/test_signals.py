@@ -361,13 +361,17 @@ import faulthandler, os, signal
 os.environ["MQ_COMPILED"] = "0"
 import mq
 
-class Unknown:
-    pass
+def fail():
+    raise ValueError
+
+class Unreadable:
+    def __reduce__(self):
+        return fail, ()
 
 faulthandler.dump_traceback_later(60, exit=True)
-group = "refused-" + str(os.getpid())
-a = mq.connect("tcp", group=group, name="a")
-b = mq.connect("tcp", group=group, name="b", allow_pickle=True)
+options = {"group": "refused-" + str(os.getpid()), "allow_pickle": True}
+a = mq.connect("tcp", name="a", **options)
+b = mq.connect("tcp", name="b", **options)
 a.subscribe("t")
 b.wait_for_subscribers("t", 1, timeout=30)
 signal.signal(signal.SIGTERM, lambda number, frame: a.close())
@@ -383,10 +387,10 @@ class Stats(kind):
         kind.__setattr__(self, name, value)
 
 stats.__class__ = Stats
-b.publish("t", Unknown())
+b.publish("t", Unreadable())
 try:
     a.recv(timeout=30)
-except mq.UntrustedPayload:
+except mq.CodecError:
     print("refused")
 b.close()
 """
