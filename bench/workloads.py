@@ -56,6 +56,7 @@ def _unpace_all(peer: Peer, wire: Wire) -> None:
         wire.recv()
     if peer.rank:
         wire.send(None)
+    peer.meet()  # no spoke's next message may pass for another's first
     for known in connected():
         unpace(known.fd)
 
