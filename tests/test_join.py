@@ -45,6 +45,7 @@ from mq.join import check_descriptors
 from mq.rendezvous import Rendezvous, open_rendezvous
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.record import Entry, Record
+from mq.testing import wait_until
 
 __all__ = ["nng_runs", "runtime"]
 
@@ -297,7 +298,7 @@ def test_inproc_is_not_available_between_processes() -> None:
             assert "group of its own" in line
             assert "such as shm" in line
         with mq.connect("inproc", group=group, name="b", connect_timeout=2):
-            assert len(queue.members()) == 2
+            wait_until(lambda: len(queue.members()) == 2, "the first to know of it")
 
 
 def test_inproc_does_not_mind_what_an_ended_process_left() -> None:
