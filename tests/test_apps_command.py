@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,29 @@ def test_bad_arguments_are_refused_in_words(
         command.main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Nope-v1", "gymnasium cannot make 'Nope-v1'"),
+        ("Pendulum-v1", "the actions of Pendulum-v1 are"),
+    ],
+)
+def test_a_game_that_there_is_not_is_refused_at_once(
+    name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not by its cell, after all others."""
+    pytest.importorskip("gymnasium", reason="it knows the games")
+    with pytest.raises(SystemExit) as ended:
+        planned("dqn", "--game", f"CartPole-v1,{name}")
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_game_is_left_to_its_cell_where_it_cannot_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That is skipped for what is not installed, be the name right or wrong."""
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    assert planned("dqn", "--game", "Nope-v1") == ["dqn Nope-v1 seed=0"]

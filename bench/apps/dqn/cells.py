@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mq
 from bench.apps.app import App, AppCell, Arguments, count, numbers, words
-from bench.apps.dqn import curves
+from bench.apps.dqn import curves, games
 from bench.apps.dqn.collector import collect
 from bench.apps.dqn.crew import collector_name
 from bench.apps.dqn.learner import Learner
@@ -96,11 +97,19 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def _games(text: str) -> list[str]:
-    """Names of games without a space, which ends them in a row, for argparse."""
+    """Names of games without a space, which ends them in a row, for argparse.
+
+    Where gymnasium is not installed their cells are skipped, whatever they are called.
+    """
     found = words(text)
     for name in found:
         if len(name.split()) > 1:
             raise argparse.ArgumentTypeError(f"{name!r} is no name of a game")
+        try:
+            with contextlib.suppress(ImportError):
+                games.make(name).close()
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
     return found
 
 
