@@ -13,7 +13,7 @@ from bench import baselines, certificates, compare, interrupts, plan, report
 from bench.output import new_output, on_the_way
 from bench.progress import Progress, title
 from bench.rows import PLANNED, Cell, Result, Writer, environment, whole
-from bench.runner import run_cell
+from bench.runner import fork_server, run_cell
 from mq.options import listed
 
 DESCRIPTION = """\
@@ -143,6 +143,7 @@ def main(arguments: Sequence[str]) -> int:
             without = plan.left_out(planned, *asked)
         if not planned:
             raise LookupError("; ".join(["nothing to measure", *without]))
+        fork_server()
         output = new_output(options.output, "%Y%m%d-%H%M%S")
     except (LookupError, OSError) as error:
         message = error.args[0] if isinstance(error, LookupError) else error

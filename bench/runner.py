@@ -68,6 +68,9 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
 
     It and they never see SIGINT, which a terminal sends to all: who started them ends
     them, in order.
+
+    Raises:
+        OSError: It cannot be started here.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.preload"])
@@ -75,6 +78,11 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # is inherited
     try:
         forkserver.ensure_running()
+    except OSError as error:
+        place = tempfile.gettempdir()
+        raise OSError(
+            f"no sockets in {place}: {error}; set TMPDIR to a short path, as /tmp"
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context

@@ -71,3 +71,30 @@ def test_a_long_path_of_temporary_files_is_no_obstacle(
         assert done.returncode == 0, done.stderr
         assert list(far.iterdir()) == []
     assert {one.status for one in read(tmp_path / "results.jsonl")[1]} == {"ok"}
+
+
+@pytest.mark.parametrize("command", [["--workloads", "latency"], ["apps", "--quick"]])
+def test_a_path_too_long_for_any_socket_is_refused_with_the_remedy(
+    command: list[str], tmp_path: Path
+) -> None:
+    """Before anything is measured, and without an empty report."""
+    with tempfile.TemporaryDirectory(prefix="mqb-") as directory:
+        far = Path(directory, "x" * 90)
+        far.mkdir()
+        output = tmp_path / "out"
+        done = subprocess.run(
+            [sys.executable, "-m", "mq", "bench", *command, "--output", output],
+            env={**os.environ, "TMPDIR": str(far)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    said = f"no sockets in {far}: AF_UNIX path too long; "
+    said += "set TMPDIR to a short path, as /tmp"
+    assert done.stderr.splitlines()[-1] == f"{command_of(command)}: error: {said}"
+    assert done.returncode == 2
+    assert not output.exists()
+
+
+def command_of(arguments: list[str]) -> str:
+    return "mq bench apps" if "apps" in arguments else "mq bench"

@@ -12,7 +12,7 @@ from bench.apps.app import ALONE, NAMES, QUICK, App, AppCell, count, load, words
 from bench.output import new_output, on_the_way
 from bench.progress import Progress, title
 from bench.rows import PLANNED, Result, Writer, environment, whole
-from bench.runner import run_cell
+from bench.runner import fork_server, run_cell
 
 BACKENDS = ("inproc", "shm", "zmq", "nng", "tcp", "torchrpc:cpu", "auto")
 """Those that need no GPU."""
@@ -121,6 +121,7 @@ def _run(
     backends = _usable(parser, options.backend)
     try:
         planned = [(app, app.cells(options, backends)) for app in apps]
+        fork_server()
         output = new_output(options.output, "apps-%Y%m%d-%H%M%S")
     except (ValueError, OSError) as error:
         parser.error(str(error))
