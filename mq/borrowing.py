@@ -40,6 +40,8 @@ _SCAN_ARG: Final = struct.Struct("<12Q")
 _PAGEMAP_SCAN: Final = 3 << 30 | _SCAN_ARG.size << 16 | ord("f") << 8 | 16
 _PAGE_IS_FILE, _PAGE_IS_PRESENT, _PAGE_IS_SWAPPED = 4, 8, 16
 _MOST_RANGES: Final = 64
+_Ranges: Final = ctypes.c_uint64 * (3 * _MOST_RANGES)
+"""Named once: else each use makes the type anew, which takes longer than the scan."""
 
 
 class Mapping:
@@ -137,7 +139,7 @@ def _written(start: int, stop: int) -> list[tuple[int, int]]:
 
     Where the kernel cannot tell, or there are many: all of it.
     """
-    found = (ctypes.c_uint64 * (3 * _MOST_RANGES))()
+    found = _Ranges()
     arguments = bytearray(
         _SCAN_ARG.pack(
             _SCAN_ARG.size,
