@@ -62,8 +62,8 @@ class PeerStats:
     read, or still has views of; and `wire`: the other end of the connection, or of the
     last one while there is none, by which one sees what `auto` chose for this peer. To
     the member that dialled it is the peer's address. To the one that accepted it is
-    what the engine says of the peer: its host and port, or over a socket file what the
-    kernel tells, such as ZeroMQ's ``localhost:0:0:1234``: user, group and process.
+    its host and port, or over a socket file what the kernel tells of it, such as
+    ``ipc://(pid 1234 of user 1000)``.
     """
 
     sent_bytes: int = 0

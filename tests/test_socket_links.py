@@ -7,6 +7,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import socket
 import tempfile
 import time
@@ -99,6 +100,22 @@ def test_no_connection_within_a_host_is_paced(name: str) -> None:
 
 
 # -- strangers ----------
+
+
+@pytest.mark.parametrize("name", [*LINKS, "shm"])
+def test_who_was_accepted_is_named(name: str) -> None:
+    """By host and port, or where a socket has none by the process and its user."""
+    makes: dict[str, MakeLink] = {**LINKS, "shm": ShmLink}
+    with World(makes[name]) as world:
+        _, accepted = world.connect()
+        scheme, _, who = accepted.address.partition("://")
+        listened = world.members[1].addresses[0]
+        assert scheme == listened.partition("://")[0]
+        if name.endswith(("ipc", "shm")):
+            assert who == f"(pid {os.getpid()} of user {os.geteuid()})"
+        else:
+            assert re.fullmatch(r"127\.0\.0\.1:[0-9]+", who)
+            assert accepted.address != listened
 
 
 @every_link

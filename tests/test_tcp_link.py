@@ -16,9 +16,9 @@ import pytest
 from mq.mesh.poller import Poller
 from mq.stream import passing
 from mq.stream.conn import StreamConn
-from mq.stream.descriptors import DescriptorConn, peer_user
+from mq.stream.descriptors import DescriptorConn
 from mq.stream.link import StreamLink
-from mq.stream.sockets import bound_unix
+from mq.stream.sockets import bound_unix, peer_user
 from mq.testing.link_world import PATIENCE, World
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, Capabilities, Conn, What
 from transports.tcp import TcpLink

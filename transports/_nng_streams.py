@@ -123,8 +123,8 @@ class Listener:
         """Readable when somebody has connected."""
         return self._operation.fd
 
-    def accept(self) -> tuple[Any, None]:
-        """The next connection's stream; of its peer nothing is known.
+    def accept(self) -> tuple[Any, At]:
+        """The next connection's stream, and who is at its other end.
 
         Raises:
             BlockingIOError: There is none.
@@ -136,7 +136,7 @@ class Listener:
         check(operation.finish())
         stream = operation.output()
         self.listen()
-        return stream, None
+        return stream, address_of(lib.nng_stream_get_addr, stream, b"remote-address")
 
     def close(self) -> None:
         """Stop listening."""

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import zmq
 
-from mq.stream.sockets import copy_of
+from mq import addresses
+from mq.stream.sockets import copy_of, peer_process
 from mq.transport import Event, What
 from transports._zmq_conns import BURST, FAILURES, IN, NOW, Port, ZmqConn
 
@@ -19,14 +20,13 @@ class Accepted(ZmqConn):
     """The accepting end: one of the peers of the ROUTER."""
 
     def __init__(self, router: Router, identity: bytes, address: str, fd: int) -> None:
-        super().__init__(router.port, address)
+        super().__init__(router.port, _peer_of(fd) or address)
         self.identity = identity
         self._fd = fd
         self._router = router
-        self._wire = _wire_of(fd)
 
     def describe(self) -> Mapping[str, str]:
-        return {"wire": self._wire} if self._wire else {}
+        return super().describe() if "://" in self.address else {}
 
     @property
     def fd(self) -> int:
@@ -63,11 +63,14 @@ class Accepted(ZmqConn):
             self._router.dismiss(self)
 
 
-def _wire_of(fd: int) -> str:
-    """What kind of socket it is; the peer's address has no scheme. "": it is gone."""
+def _peer_of(fd: int) -> str:
+    """Who is at the other end; the engine tells no port. "": it is gone."""
     try:
         with copy_of(fd) as found:
-            return "ipc" if found.family == socket.AF_UNIX else "tcp"
+            if found.family == socket.AF_UNIX:
+                return f"ipc://{peer_process(found)}"
+            host, port = found.getpeername()[:2]
+            return f"tcp://{addresses.bracketed(host)}:{port}"
     except OSError:
         return ""
 

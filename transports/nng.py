@@ -25,7 +25,7 @@ from mq.mesh.poller import Poller
 from mq.stream.files import SocketFiles, checked_wires
 from mq.stream.listening import Listening
 from mq.stream.names import Names
-from mq.stream.sockets import bound_tcp, bound_unix, unpace
+from mq.stream.sockets import bound_tcp, bound_unix, peer_process, unpace
 from mq.stream.watching import EVENTS
 from mq.transport import (
     LINGER_SECONDS,
@@ -102,10 +102,10 @@ class NngLink(Listening[NngConn]):
         host = addresses.split(address)[0]
         return f"{wire}://{addresses.reachable_host(host)}:{sock.getsockname()[1]}"
 
-    def name_peer(self, peer: Any) -> str:
+    def name_peer(self, accepted: Any, peer: Any) -> str:
         if isinstance(peer, tuple):
-            return f"tcp://{addresses.bracketed(peer[0])}:{peer[1]}"
-        return "ipc"
+            return f"{self.scheme}://{addresses.bracketed(peer[0])}:{peer[1]}"
+        return f"ipc://{peer_process(accepted)}"
 
     def _new(self, address: str, news: What) -> NngConn:
         conn = NngConn(self, address, news)

@@ -81,9 +81,6 @@ class NngTlsLink(NngLink):
         self._hear(listener)
         return f"{_SCHEME}://{addresses.reachable_host(host)}:{listener.port}"
 
-    def name_peer(self, peer: Any) -> str:
-        return _SCHEME
-
     def channel(self, stream: Any) -> Channel:
         return TlsChannel(stream, self.largest)
 

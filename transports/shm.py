@@ -28,10 +28,10 @@ from mq.mesh.poller import Poller
 from mq.options import whole
 from mq.segments import Segment, seal
 from mq.stream.conn import StreamConn
-from mq.stream.descriptors import DescriptorConn, peer_user
+from mq.stream.descriptors import DescriptorConn
 from mq.stream.files import SocketFiles
 from mq.stream.link import StreamLink
-from mq.stream.sockets import bound_unix
+from mq.stream.sockets import bound_unix, peer_process, peer_user
 from mq.transport import LINGER_SECONDS, Capabilities, Event, What
 
 logger = Log(__name__)
@@ -292,8 +292,8 @@ class ShmLink(StreamLink):
     def targets(self, address: str) -> Sequence[tuple[int, Any]]:
         return [(socket.AF_UNIX, _path(address))]
 
-    def name_peer(self, peer: Any) -> str:
-        return f"{_SCHEME}(accepted)"
+    def name_peer(self, accepted: Any, peer: Any) -> str:
+        return _SCHEME + peer_process(accepted)
 
     def tune(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from mq.speed import receive_passing
 from mq.stream.conn import StreamConn
@@ -16,8 +15,6 @@ from mq.transport import What
 
 if TYPE_CHECKING:
     from mq.stream.link import StreamLink
-
-_CREDENTIALS: Final = struct.Struct("3i")
 
 
 class DescriptorConn(StreamConn):
@@ -92,10 +89,3 @@ class DescriptorConn(StreamConn):
         while self.descriptors:
             os.close(self.descriptors.pop())
         super().abandon()
-
-
-def peer_user(sock: socket.socket) -> int:
-    """The user id of the process at the other end of a connected unix socket."""
-    size = _CREDENTIALS.size
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return int(_CREDENTIALS.unpack(credentials)[1])

@@ -94,8 +94,12 @@ class Listening(Watching[ConnT], Link):
     def _new(self, address: str, news: What) -> ConnT:
         """A connection, among `conns`."""
 
-    def name_peer(self, peer: Any) -> str:
-        """The address of an accepted peer, for people to read."""
+    def name_peer(self, accepted: Any, peer: Any) -> str:
+        """The address of an accepted peer, for people to read.
+
+        Args:
+            accepted, peer: What `Listener.accept` has returned.
+        """
         return str(peer)
 
     def _hear(self, listener: Listener) -> None:
@@ -115,7 +119,7 @@ class Listening(Watching[ConnT], Link):
                 self.unwatch(listener.fileno())
                 self._deaf[listener] = time.monotonic() + DEAF_SECONDS
                 return
-            conn = self._new(self.name_peer(peer), What.ACCEPTED)
+            conn = self._new(self.name_peer(accepted, peer), What.ACCEPTED)
             self.strangers[conn] = time.monotonic()
             full = len(self.strangers) > most_open(_STRANGERS, conn.descriptors_taken)
             if full:

@@ -26,6 +26,8 @@ _BYTES_ACKED: Final = 120
 _BYTES_RECEIVED: Final = 128
 """Where it has the bytes received in all; since Linux 4.1."""
 _BYTES: Final = struct.Struct("@Q")
+_CREDENTIALS: Final = struct.Struct("3i")
+"""What the kernel tells of the peer on a unix socket: process, user and group."""
 _NAME_BYTES: Final = 16
 """The longest name of how congestion is controlled, `TCP_CA_NAME_MAX`."""
 
@@ -83,6 +85,23 @@ def inode(fd: int) -> int:
         return os.fstat(fd).st_ino
     except OSError:
         return 0
+
+
+def _credentials(sock: socket.socket) -> tuple[int, ...]:
+    size = _CREDENTIALS.size
+    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return _CREDENTIALS.unpack(told)
+
+
+def peer_user(sock: socket.socket) -> int:
+    """The user id of the process at the other end of a connected unix socket."""
+    return _credentials(sock)[1]
+
+
+def peer_process(sock: socket.socket) -> str:
+    """The same process, for people to read."""
+    pid, user, _ = _credentials(sock)
+    return f"(pid {pid} of user {user})"
 
 
 def quiet_seconds(fd: int) -> float | None:

@@ -59,7 +59,7 @@ class TcpStreamLink(StreamLink):
             self._names.unanswered(host, conn.target, standing)
         super().forget(conn)
 
-    def name_peer(self, peer: Any) -> str:
+    def name_peer(self, accepted: Any, peer: Any) -> str:
         return f"{self.scheme}://{addresses.bracketed(peer[0])}:{peer[1]}"
 
     def tune(self, sock: socket.socket) -> None:
