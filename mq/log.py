@@ -28,6 +28,9 @@ BEGIN_SECONDS: Final = 1.0
 """After so long a thread that was to begin is taken for interrupted before it could."""
 MOST_ONCE: Final = 1024
 """So many things one `WarnOnce` says, and knows that it has."""
+MOST_STRANGERS: Final = 64
+"""Of so many that are not known by name a kind of offence is told: who floods a member
+with connections comes from another port each time."""
 FLUSH_SECONDS: Final = 1.0
 """For so long `flush` waits for handlers, which may wait for who calls it."""
 _ROOM_BYTES: Final = 4 << 20

@@ -6,6 +6,7 @@ import pytest
 from scripted import ScriptedConn
 from world import World
 
+from mq.log import MOST_STRANGERS
 from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.greeting import GREET_SECONDS, STRANGER_BYTES
@@ -97,22 +98,45 @@ def test_who_has_another_secret_is_counted_and_told_of_at_both_ends(
         assert (stats.unauthenticated, stats.refused, stats.malformed) == (3, 0, 0)
         assert len(member.link.conns) == 0
     texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == 2, "each tells of the first alone"
-    (told,) = [text for text in texts if f"at {x.link.address}?" in text]
-    assert "another secret" in told
+    told = [text for text in texts if f"at {x.link.address}?" in text]
+    assert len(told) == 3, "each connection may be of another stranger"
+    assert len(texts) == 4, "the dialler has one address to tell of"
+    assert all("another secret" in text for text in texts)
+
+
+def test_a_flood_of_strangers_fills_the_log_with_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nor does it keep those out of it who do something else, or are known."""
+    world = World("a")
+    a, x = world["a"], world.add("x")
+    world.stall("x")
+    for _ in range(2 * MOST_STRANGERS):
+        conn = x.link.dial(a.link.address)
+        assert conn.try_send(Handshake(b"another", dialler=True).hello())
+        assert conn.try_send(Handshake.distrust())
+        world.pump()
+    assert a.mesh.stats.unauthenticated == 2 * MOST_STRANGERS
+    assert len(caplog.records) == MOST_STRANGERS
+    assert x.link.dial(a.link.address).try_send(b"noise")
+    world.pump()
+    a.mesh.setbacks.complain("a handshake with another secret", "b", "there", "why")
+    noise, known = (record.getMessage() for record in caplog.records[MOST_STRANGERS:])
+    assert noise.startswith("dropped a handshake of an unknown peer at")
+    assert known.startswith("dropped a handshake with another secret of b at there")
 
 
 def test_noise_before_it_does_not_keep_a_wrong_secret_out_of_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of all strangers only the first with an offence of its kind is told of."""
+    """Each stranger is told of, for an offence of each kind."""
     world = World("a")
     a, x = world["a"], world.add("x", secret=b"another")
     for _ in range(2):
         assert x.link.dial(a.link.address).try_send(b"noise")
         world.settle()
     before = len(caplog.records)
-    assert before == 1
+    assert before == 2
     x.dial(a)
     world.advance(1.0)
     texts = [record.getMessage() for record in caplog.records[before:]]
@@ -130,7 +154,7 @@ def test_noise_before_it_does_not_keep_who_says_nothing_out_of_the_log(
     for _ in range(2):
         x.link.dial(a.link.address)
     world.advance(2 * GREET_SECONDS)
-    noise, silence = (record.getMessage() for record in caplog.records)
+    noise, silence, _ = (record.getMessage() for record in caplog.records)
     assert noise.startswith("dropped a handshake of an unknown peer at")
     assert silence.startswith("dropped a connection of an unknown peer at")
     assert "did not greet in time" in silence

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mq.log import Log, WarnOnce
+from mq.log import MOST_STRANGERS, Log, WarnOnce
 
 if TYPE_CHECKING:
     from mq.mesh.faults import LinkFault
@@ -62,6 +62,7 @@ class Setbacks:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._warn = WarnOnce(logger)
+        self._strangers: dict[str, WarnOnce] = {}
 
     def malformed(self, session: Session, error: Malformed) -> None:
         """A peer broke the protocol."""
@@ -137,10 +138,15 @@ class Setbacks:
         """Log what a peer did wrong, once per peer and what was dropped for it.
 
         Args:
-            who: The peer's name; "" of all whose name is not known.
+            what: What was dropped: one of a few texts.
+            who: The peer's name; "": not known, so that its address has to do.
         """
-        self._warn(
-            (what, who),
+        warn = self._warn
+        if not who:
+            few = WarnOnce(logger, MOST_STRANGERS)
+            warn = self._strangers.setdefault(what, few)
+        warn(
+            (what, who or address),
             "dropped %s of %s at %s: %s (further ones are only counted)",
             what,
             who or "an unknown peer",
