@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
-from scripted import ScriptedConn
+from scripted import Parcel, ScriptedConn
 from world import World
 
 from mq.log import MOST_STRANGERS
@@ -102,6 +105,43 @@ def test_who_has_another_secret_is_counted_and_told_of_at_both_ends(
     assert len(told) == 3, "each connection may be of another stranger"
     assert len(texts) == 4, "the dialler has one address to tell of"
     assert all("another secret" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"group": "h"}, "group of x at .*: this is group 'g', not 'h'; check the"),
+        ({"backend": "other"}, "backend of x at .*: group 'g' uses backend 'script'"),
+        ({}, "version of an unknown peer at .*: it speaks version 99 of the protocol"),
+    ],
+    ids=["group", "backend", "version"],
+)
+def test_who_is_no_member_of_the_group_is_told_of_by_who_was_dialled(
+    options: dict[str, Any],
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once, though it tries again: its own log may be read by nobody here."""
+    world = World("a")
+    a, x = world["a"], world.add("x", **options)
+    ours = wire.PROTOCOL_VERSION
+
+    def of_another_version(conn: ScriptedConn, parcel: Parcel) -> Parcel:
+        head = bytearray(parcel[0])
+        assert head[7:9] == ours.to_bytes(2, "little")
+        head[7:9] = (99).to_bytes(2, "little")
+        return bytes(head), parcel[1]
+
+    if not options:
+        world.net.tamper = of_another_version
+    for _ in range(2):
+        x.dial(a)
+        world.advance(1.0)
+    assert a.mesh.stats.refused == 2
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts
+    assert all(re.match(f"dropped a handshake with another {told}", t) for t in texts)
+    assert len(texts) == (1 if options else 2)
 
 
 def test_a_flood_of_strangers_fills_the_log_with_nothing(

@@ -96,6 +96,7 @@ class Greetings(Dialling):
         except hs.VersionMismatch as error:
             reason = f"{conn.address}: {error}"
             if greeter.dial is None:
+                self._mesh.setbacks.strange(hs.VERSION, "", conn.address, error)
                 self._refuse(conn, greeter, hs.VERSION, str(error))
             else:
                 self._end_dial(conn, greeter, greeter.dial, hs.VERSION, reason)
@@ -170,8 +171,7 @@ class Greetings(Dialling):
         why: str = "it does not know the group's secret",
     ) -> None:
         self._mesh.stats.unauthenticated += 1
-        what = "a handshake with another secret"
-        self._mesh.setbacks.complain(what, "", conn.address, why)
+        self._mesh.setbacks.strange(hs.SECRET, "", conn.address, why)
         if greeter.dial is None:
             self._refuse(conn, greeter, hs.SECRET, "the secrets of the members differ")
             return
@@ -181,11 +181,12 @@ class Greetings(Dialling):
     # -- the listener's decision ----------
 
     def _accept(self, conn: Conn, greeter: Greeter, greeting: Greeting) -> None:
-        mesh = self._mesh
-        shake = greeter.handshake
+        mesh, shake = self._mesh, greeter.handshake
         refusal = objection(mesh, greeting) or self._other_session(conn, greeting)
         if refusal is not None:
-            self._refuse(conn, greeter, refusal.code, refusal.text)
+            code, text = refusal.code, refusal.text
+            mesh.setbacks.strange(code, greeting.name, conn.address, text)
+            self._refuse(conn, greeter, code, text)
             return
         if greeting.probe:
             greeter.refused = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mq.log import MOST_STRANGERS, Log, WarnOnce
+from mq.mesh import handshake as hs
 
 if TYPE_CHECKING:
     from mq.mesh.faults import LinkFault
@@ -25,6 +26,7 @@ TRIES: Final = 3
 before the session is given up."""
 REST_SECONDS: Final = 0.25
 """How long a session rests, for which there was no memory or whose link has failed."""
+_STRANGE: Final = frozenset({hs.VERSION, hs.SECRET, hs.GROUP, hs.BACKEND})
 _NO_MEMORY: Final = "the system has no memory"
 """A MemoryError of Python's says nothing."""
 
@@ -133,6 +135,14 @@ class Setbacks:
             setback = session.outward.at(session.first_lacking())
             self._failed(session, setback, session.fault)
         return sent
+
+    def strange(self, code: str, who: str, address: str, error: object) -> None:
+        """Log whose handshake was refused with a code, if it is no member of the group.
+
+        By its own log alone those would not know of it whose group that is.
+        """
+        if code in _STRANGE:
+            self.complain(f"a handshake with another {code}", who, address, error)
 
     def complain(self, what: str, who: str, address: str, error: object) -> None:
         """Log what a peer did wrong, once per peer and what was dropped for it.
