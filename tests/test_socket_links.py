@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import struct
 import tempfile
 import time
 from pathlib import Path
@@ -153,7 +154,51 @@ def test_another_version_of_the_stream_is_named_by_both_ends(
             assert lost.refused
             assert lost.reason.startswith(told.format(1) + "2; install the same")
         world.until(lambda: older.malformed == 2, "two strangers")
-        assert caplog.text.count(told.format(2) + "1; install the same version") == 1
+        told = told.format(2) + "1; install the same version"
+        # Of one process, which has two ports.
+        assert caplog.text.count(told) == (1 if make is ShmLink else 2)
+
+
+_NNG_HELLO = b"tensormq nng 2"
+_STRAYS = {
+    "nng-tcp": (
+        struct.pack(">4sHHQI", b"\0SP\0", 16, 0, 4 + len(_NNG_HELLO), 0) + _NNG_HELLO,
+        "tcp://127.0.0.1:{}: the peer sent b'tensormq nng 2', which no member",
+    ),
+    "tcp": (
+        b"\x16\3\1\2\0\1\0\1\xfc\3\3",  # as a client of TLS begins
+        "tcp://127.0.0.1:{}: the peer sent b'\\x16",
+    ),
+    "tls": (TcpLink.hello, "tls://127.0.0.1:{}: no connection with tls://127.0.0.1"),
+}
+
+
+@links(*_STRAYS)
+def test_a_peer_of_another_link_is_logged_by_who_is_dialled(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, as it tries again, from another port.
+
+    But not who only looks whether somebody listens, as those that balance loads do.
+    """
+    hello, told = _STRAYS[name]
+    with World(LINKS[name], 1) as world:
+        (member,) = world.members
+
+        def come(said: bytes, count: int) -> int:
+            with connected(member.addresses[0]) as plain:
+                plain.sendall(said)
+                plain.shutdown(socket.SHUT_WR)
+                world.until(lambda: member.link.malformed == count, "a stranger")
+                return int(plain.getsockname()[1])
+
+        ports = [come(said, count) for count, said in enumerate((b"", hello, hello), 1)]
+        # NNG's links tell each other their version, so that who hears of another ends.
+        tells = ports[1:] if name.startswith("nng") else ports[1:2]
+        texts = [record.getMessage() for record in caplog.records]
+        assert len(texts) == len(tells)
+        for text, port in zip(texts, tells, strict=True):
+            assert text.startswith(f"refused {told.format(port)}")
 
 
 @links("nng-ipc", "nng-tcp", "tcp", "tls")

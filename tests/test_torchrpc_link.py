@@ -244,9 +244,12 @@ def greeting(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_peer_that_tensorpipe_must_not_meet_is_told_why(
-    note: dict[str, Any], words: str, final: bool
+    note: dict[str, Any], words: str, final: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Versions, channels and addresses are compared before it would abort."""
+    """Versions, channels and addresses are compared before it would abort.
+
+    The log has it, too, but for who dials a member that listened there before.
+    """
     with World(TorchRpcLink, 1) as world:
         (member,) = world.members
         with Pumped(world):
@@ -256,6 +259,8 @@ def test_a_peer_that_tensorpipe_must_not_meet_is_told_why(
         assert answer["final"] is final
         assert not member.events
         assert member.link.malformed == 1
+    told = re.findall(r"refused 127\.0\.0\.1:[0-9]+: (.*)", caplog.text)
+    assert told == ([] if "any more" in words else [answer["refused"]])
 
 
 def test_a_dialler_learns_why_it_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:

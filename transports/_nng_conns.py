@@ -187,6 +187,8 @@ class NngConn(Conn):
             self.fail("the peer closed the connection")
         elif said != _HELLO:
             self._malformed(f"{said!r}")
+            if self.news is What.ACCEPTED:  # else LOST tells of it
+                self._link.refusals.tell(self.address, self.reason, misfit=True)
 
     def receive_body(self, into: memoryview) -> bool:
         if self._message is None:

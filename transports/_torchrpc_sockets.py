@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mq import forks
 from mq.descriptors import most_open
-from mq.log import Log
-from mq.stream.listening import DEAF_SECONDS, Complaint
+from mq.stream.listening import DEAF_SECONDS, Complaint, Refusals
 from mq.stream.names import Names
 from transports import _torchrpc_control as control
 from transports._torchrpc_control import BadNote, Control, Misfit
@@ -22,8 +21,6 @@ from transports._torchrpc_control import BadNote, Control, Misfit
 if TYPE_CHECKING:
     from transports._torchrpc_conns import RpcConn
     from transports.torchrpc import TorchRpcLink
-
-logger = Log(__name__)
 
 MAX_STRANGERS: Final = 256
 """Sockets that have not greeted yet; beyond, the oldest is closed."""
@@ -51,6 +48,7 @@ class Sockets:
         self._listeners: dict[int, socket.socket] = {}
         self._deaf: dict[int, float] = {}
         self._complaint = Complaint()
+        self._refusals = Refusals()
         self._controls: dict[int, Control] = {}
         self._names = Names()
         self._tried: dict[int, tuple[str, Any]] = {}  # a host, and a target of it
@@ -148,16 +146,19 @@ class Sockets:
                 self.epoll.modify(sock.fd, sock.events)
                 return
         except (BadNote, OSError) as error:
-            self._refuse(sock, str(error), isinstance(error, Misfit))
+            self._refuse(sock, error)
             return
         self._ended(sock)
 
-    def _refuse(self, sock: Control, reason: str, final: bool) -> None:
+    def _refuse(self, sock: Control, error: BadNote | OSError) -> None:
         """End a socket over what came from it; its peer is told why."""
+        reason, final = str(error), isinstance(error, Misfit)
         self._link.malformed += 1
         if sock.fd in self.strangers:
             sock.send({"refused": reason, "final": final})
-        logger.debug("refused %s: %s", sock.remote, reason)
+            # Else LOST tells of it; and who has gone since has not been refused.
+            if isinstance(error, BadNote) and sock.fd not in self.conns:
+                self._refusals.tell(sock.remote, reason, misfit=final)
         self._drop(sock, reason, final)
 
     def _ended(self, sock: Control) -> None:

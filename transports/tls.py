@@ -85,6 +85,8 @@ class TlsConn(StreamConn):
             return True
         except ssl.SSLWantReadError:
             return False
+        except ssl.SSLEOFError as error:
+            raise ConnectionError(explain(error)) from error
         except ssl.SSLError as error:
             raise OSError(explain(error)) from error
         finally:

@@ -259,7 +259,7 @@ class TorchRpcLink(Link):
         """
         # First: whoever else has got this port is not what was looked for.
         if peer.link not in ("", self._id):
-            raise BadNote("the link that was dialled does not listen here any more")
+            raise OSError("the link that was dialled does not listen here any more")
         release, agent = control.release(torch.__version__), self.agent
         control.compare(release, agent.worker, agent.options.channels, peer)
         if not peer.worker:

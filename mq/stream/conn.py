@@ -130,6 +130,8 @@ class StreamConn(Framing):
                 self._greeting = self._send((hello,)) == HELLO_BYTES
             except OSError as error:  # the first bytes of all always find room
                 self.end(f"no connection with {self.address}: {error}")
+                if not isinstance(error, ConnectionError):  # it only looked who is here
+                    self._tell(misfit=False)
         while self._end - self._start < HELLO_BYTES:
             if self.drained or not self._fill(HELLO_BYTES):
                 return False
@@ -139,6 +141,7 @@ class StreamConn(Framing):
                 self._misfit(said[-2], hello[-2])
             else:
                 self.malformed(f"{said!r} in place of {hello!r}")
+                self._tell(misfit=False)
             return False
         self._start += HELLO_BYTES
         return True
@@ -149,8 +152,11 @@ class StreamConn(Framing):
             f"it speaks version {theirs} of the stream format and this member version "
             f"{ours}; install the same version of tensormq on both"
         )
+        self._tell(misfit=True)
+
+    def _tell(self, *, misfit: bool) -> None:
         if self.news is What.ACCEPTED:  # else LOST tells of it
-            self._link.misfits.say("refused %s: %s", self.address, self.reason)
+            self._link.refusals.tell(self.address, self.reason, misfit=misfit)
 
     # -- events ----------
 

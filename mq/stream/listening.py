@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import select
 import socket
+import string
 import time
 from abc import abstractmethod
 from typing import Any, Final, Protocol, TypeVar
 
 from mq.descriptors import most_open, out_of_descriptors
-from mq.log import Log
+from mq.log import MOST_STRANGERS, Log, WarnOnce
 from mq.stream.watching import Watching
 from mq.transport import Link, What
 
@@ -23,6 +24,7 @@ _BACKLOG: Final = 1024
 _ACCEPTS: Final = 32  # at a time, before the others have their turn
 _STRANGERS: Final = 128
 _GREETING_SECONDS: Final = 5.0
+_REASON_CHARACTERS: Final = 500
 
 
 class Complaint:
@@ -42,6 +44,31 @@ class Complaint:
         if now >= self._next_at:
             self._next_at = now + SILENT_SECONDS
             logger.warning(text, *args)
+
+
+class Refusals:
+    """Tells the log of strangers that are refused, each once, and not of too many.
+
+    Who does not know that it was refused tries again, from another port each time: of
+    those the first of a host is told of.
+    """
+
+    def __init__(self) -> None:
+        self._misfits = WarnOnce(logger, MOST_STRANGERS)
+        self._strays = WarnOnce(logger, MOST_STRANGERS)
+
+    def tell(self, address: str, why: str, *, misfit: bool) -> None:
+        """Say so.
+
+        Args:
+            misfit: Whether it is of another version, which it is told; else it may be
+                anything.
+        """
+        warn = self._misfits if misfit else self._strays
+        key = address if misfit else address.rstrip(string.digits)
+        why = why[:_REASON_CHARACTERS]  # which may be what it has sent
+        shown = why if why.isprintable() else repr(why)
+        warn(key, "refused %s: %s", address, shown)
 
 
 class Listener(Protocol):
@@ -74,7 +101,7 @@ class Listening(Watching[ConnT], Link):
         conns: All connections, until they are closed.
         closing: Those that still deliver, and until when.
         strangers: Those accepted that have not said hello, and since when.
-        misfits: Tells of those of another version.
+        refusals: Tells of those that do not fit.
     """
 
     def __init__(self) -> None:
@@ -87,7 +114,7 @@ class Listening(Watching[ConnT], Link):
         self._listeners: dict[Listener, None] = {}
         self._deaf: dict[Listener, float] = {}
         self._complaint = Complaint()
-        self.misfits = Complaint()
+        self.refusals = Refusals()
         self._is_open = False
 
     @abstractmethod
