@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from mq import settings
@@ -253,3 +254,18 @@ class MQ(BlockingQueue):
         except BaseException:
             stopper.stop()
             raise
+
+
+def _name_calls() -> None:
+    """Have errors of Python's, as of a misspelt option, name the class that users have.
+
+    Else they name one of those behind it, which nobody can look up.
+    """
+    for base in MQ.__mro__:
+        for name, call in vars(base).items():
+            while isinstance(call, FunctionType) and not name.startswith("_"):
+                call.__qualname__ = f"{MQ.__name__}.{name}"
+                call = getattr(call, "__wrapped__", None)  # as that of a context
+
+
+_name_calls()

@@ -50,6 +50,13 @@ CALLS: dict[str, Callable[[mq.MQ, Any], object]] = {
 }
 
 
+@pytest.mark.parametrize("name", [*CALLS, "close", "members", "stats", "unsubscribe"])
+def test_a_misspelt_option_is_of_a_call_that_users_know(pair: Pair, name: str) -> None:
+    """Not of a class behind it, which they would look for in vain."""
+    with pytest.raises(TypeError, match=rf"^MQ\.{name}\(\) got an .* 'dept'$"):
+        getattr(pair[0], name)(dept=1)
+
+
 @pytest.mark.parametrize("time", [-1, float("nan"), "1", True, b"", [1]], ids=repr)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_time_that_is_none_is_refused(pair: Pair, call: str, time: Any) -> None:
