@@ -211,6 +211,7 @@ def join(
             meeting.arrived()
         dial_explicit(settings, driver, deadline)
         driver.run(link.connected)
+        more = "".join(f", {k} {v}" for k, v in driver.look(link.describe).items())
     except BaseException:
         if driver is not None:
             driver.end_calls()
@@ -218,7 +219,6 @@ def join(
                 driver.leave("could not join", 0.0)
         _free(link, poller, meeting, driver)
         raise
-    more = "".join(f", {k} {v}" for k, v in driver.look(link.describe).items())
     logger.info("%s listens on %s%s", where, ", ".join(addresses), more)
     return joined
 

@@ -46,6 +46,7 @@ from mq.rendezvous import Rendezvous, open_rendezvous
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.record import Entry, Record
 from mq.testing import wait_until
+from mq.transport import Link
 
 __all__ = ["nng_runs", "runtime"]
 
@@ -595,6 +596,25 @@ def test_a_process_without_room_for_a_thread_is_told_so(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         mq.connect(backend, group="no threads", name="a")
+
+
+def test_a_link_that_cannot_say_what_it_is_leaves_nothing(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the last that `connect` asks for, when the member is one already."""
+
+    def fail(link: Link) -> dict[str, str]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Link, "describe", fail)
+    with contextlib.closing(meet(None)) as here:
+        threads = set(threading.enumerate())
+        descriptors = os.listdir("/proc/self/fd")
+        with pytest.raises(ZeroDivisionError):
+            mq.connect("tcp", group="g", name="x")
+        assert names(here) == []
+        assert set(threading.enumerate()) == threads
+        assert os.listdir("/proc/self/fd") == descriptors
 
 
 def test_who_could_not_join_keeps_nothing_of_whom_it_met() -> None:
