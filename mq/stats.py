@@ -22,11 +22,12 @@ class TopicStats:
             this member closed; of a keep-last subscription those alone that none had
             replaced.
         blocked_seconds: Time that calls of `publish` waited for credit, or for memory.
-        received, received_bytes: Messages that `recv` returned or raised for.
+        received, received_bytes: Messages that `recv` returned or refused.
         dropped: Messages that a keep-last subscription replaced by newer ones.
         lost: Messages that `recv` reported as lost, or as too large to be sent.
-        refused: Messages that could not be decoded or were not trusted.
-        discarded: Messages received and never taken, when unsubscribing or closing.
+        refused: Of those received, which could not be decoded or were not trusted.
+        discarded: Messages that had come and were never taken, when unsubscribing or
+            closing. What is on its way then is in no counter of either member.
 
     `stats()` adds, by name of each subscriber, `queued`: how many messages it is still
     to have, which would be `undelivered` if it were lost now; and of those that keep
