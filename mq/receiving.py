@@ -5,7 +5,8 @@ call that a signal's handler ends the box is stranded, and comes again. Python l
 signals as it calls and as it jumps, before 3.11 also as an ``except`` begins, unless
 what begins is a ``try``. So from where a box is emptied to the ``return`` nothing is
 called and no jump taken, and in ``finally``, on both of its ways, not before the box is
-stranded.
+stranded. So is a message that there was no memory to decode, but not twice: one that
+never fits must not keep what follows it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mq import settings
 from mq.errors import Closed, MessagesLost, MessageTooLarge, UntrustedPayload
 from mq.errors import CodecError as _CodecError
 from mq.membership import Membership
+from mq.mesh.setbacks import NO_MEMORY
 from mq.message import Message
 from mq.seconds import PLAIN
 
@@ -71,6 +73,8 @@ class Receiving(Membership):
             MessageTooLarge: A retained message was, for this member; it goes on, too.
             UntrustedPayload, CodecError: A message could not be decoded; the next
                 call goes on.
+            MemoryError: There was none to copy or to decode a message; it comes again
+                at the next call, and is given up if there is none then, as it says.
             Closed: The queue is closed, or was closed while waiting.
         """
         box: list[Any] = [None]  # what is taken is in the inbox or in there
@@ -100,6 +104,9 @@ class Receiving(Membership):
         with self._whole():  # what is raised in there is not a signal handler's
             try:
                 box[0] = self._finish(box[0])
+            except MemoryError:
+                box[0] = None if box[0].again else box[0]._replace(again=True)
+                raise
             except Exception:
                 box[0] = None
                 raise
@@ -140,7 +147,7 @@ class Receiving(Membership):
         return messages
 
     def _message(self, entry: Entry) -> Message:
-        source, sequence, published_at, area = entry
+        source, sequence, published_at, area, _ = entry
         subscription = source.subscription
         peer = source.session.peer
         nbytes = len(area)
@@ -151,15 +158,8 @@ class Receiving(Membership):
             payload = self._decode(
                 area, device=subscription.device, read_only=in_place, own=True
             )
-        except _CodecError as error:
-            self._driver.look(subscription.refuse)
-            kind = UntrustedPayload if isinstance(error, UntrustedPayload) else None
-            raise (kind or _CodecError)(
-                f"message {sequence} from {peer.name!r} on {subscription.topic!r}: "
-                f"{error}",
-                peer.name,
-                subscription.topic,
-            ) from error
+        except (_CodecError, MemoryError) as error:
+            raise self._failure(entry, error) from error
         return Message(
             subscription.topic,
             payload,
@@ -169,6 +169,20 @@ class Receiving(Membership):
             published_at,
             nbytes,
         )
+
+    def _failure(self, entry: Entry, error: _CodecError | MemoryError) -> Exception:
+        """What `recv` raises for a message, of what kept it from being decoded."""
+        subscription = entry.source.subscription
+        topic, sender = subscription.topic, entry.source.session.peer.name
+        what = f"message {entry.sequence} from {sender!r} on {topic!r}"
+        is_starved = isinstance(error, MemoryError)
+        if entry.again or not is_starved:
+            self._driver.look(subscription.refuse)
+        if is_starved:
+            becomes = "is given up" if entry.again else "comes again"
+            return MemoryError(f"{what}, which {becomes}: {str(error) or NO_MEMORY}")
+        kind = UntrustedPayload if isinstance(error, UntrustedPayload) else _CodecError
+        return kind(f"{what}: {error}", sender, topic)
 
     def __iter__(self) -> Iterator[Message]:
         """Messages until the queue is closed."""

@@ -25,7 +25,8 @@ class TopicStats:
         received, received_bytes: Messages that `recv` returned or refused.
         dropped: Messages that a keep-last subscription replaced by newer ones.
         lost: Messages that `recv` reported as lost, or as too large to be sent.
-        refused: Of those received, which could not be decoded or were not trusted.
+        refused: Of those received, which could not be decoded, also for want of memory,
+            or were not trusted.
         discarded: Messages that had come and were never taken, when unsubscribing or
             closing. What is on its way then is in no counter of either member.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,85 @@ def _publish_without_memory(queue: mq.MQ, nbytes: int) -> list[str]:
     array[:] = 1
     assert asked
     return queue.subscribers("t")
+
+
+def _publish_bytes(queue: mq.MQ, topic: str, nbytes: int) -> None:
+    queue.publish(topic, bytes(nbytes), timeout=STEP)
+
+
+def _retrieve(queue: mq.MQ) -> tuple[str, int]:
+    message = queue.recv(timeout=STEP)
+    return message.topic, len(message.payload)
+
+
+def _receive_in_vain(queue: mq.MQ, call: str, times: int) -> list[str]:
+    """What this call says each time."""
+    calls: dict[str, Callable[[], object]] = {
+        "recv": lambda: queue.recv(timeout=STEP),
+        "arecv": lambda: asyncio.run(queue.arecv(timeout=STEP)),
+        "iter": lambda: next(iter(queue)),
+    }
+    said = []
+    for _ in range(times):
+        with pytest.raises(MemoryError) as caught:
+            calls[call]()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.fixture(params=["copied", "decoded"])
+def starving(request: pytest.FixtureRequest) -> Iterator[tuple[Member, Member]]:
+    """A publisher of what takes memory in `recv`, and who has none for the first."""
+    with group_of() as group:
+        a, b = group.members("a", "b")
+        if request.param == "copied":  # from shared memory: newer ones may replace it
+            b.subscribe("t", history=mq.keep_last(2))
+            publish = _publish
+        else:
+            b.subscribe("t")
+            publish = _publish_bytes
+        for nbytes in (90, 64):
+            a.run(publish, "t", nbytes * MIB)
+        a.call("flush", timeout=STEP)
+        wait_until(lambda: b.run(_arrived) == 2, "both messages")
+        yield a, b
+
+
+def _arrived(queue: mq.MQ) -> int:
+    """How many messages are there for `recv` to decode."""
+    items = list(queue._inbox.fifo)
+    return sum(getattr(item, "copying", None) is None for item in items)
+
+
+@pytest.mark.parametrize("call", ["recv", "arecv", "iter"])
+def test_what_recv_has_no_memory_for_comes_again(
+    starving: tuple[Member, Member], call: str
+) -> None:
+    """Before what follows it: none may follow that is as new."""
+    _, b = starving
+    with _little_memory(b):
+        (said,) = b.run(_receive_in_vain, call, 1)
+    assert "message 0 from 'a' on 't', which comes again: " in said
+    assert [b.run(_retrieve) for _ in range(2)] == [("t", 90 * MIB), ("t", 64 * MIB)]
+    assert _counters(b) == (2, 0)
+
+
+def test_what_recv_has_no_memory_for_twice_is_given_up(
+    starving: tuple[Member, Member],
+) -> None:
+    """It may never fit, and must not keep what follows."""
+    _, b = starving
+    with _little_memory(b):
+        said = b.run(_receive_in_vain, "recv", 3)
+    assert ["is given up" in text for text in said] == [False, True, False]
+    assert ["message 1 from 'a'" in text for text in said] == [False, False, True]
+    assert b.run(_retrieve) == ("t", 64 * MIB)
+    assert _counters(b) == (2, 1)
+
+
+def _counters(member: Member) -> tuple[int, int]:
+    counters = member.call("stats")["topics"]["t"]
+    return counters["received"], counters["refused"]
 
 
 @pytest.mark.parametrize("backend", ["tcp", "zmq:ipc", "nng:ipc"])

@@ -23,7 +23,7 @@ Prepare = Callable[[Run, int, int], Sequence[Any]]
 
 
 class Returned(NamedTuple):
-    """What a call took and could not hand out, because it was interrupted."""
+    """What a call took and could not hand out: it was interrupted, or lacked memory."""
 
     item: Any
 
@@ -167,13 +167,13 @@ class Inbox:
         self._taking = (source, entry)
         source.kept.popleft()
         self.fifo.popleft()
-        _, sequence, _, area = entry
+        sequence = entry.sequence
         stats = source.subscription.stats
         if sequence != source.taken + 1:
             stats.dropped += _due(source, sequence)
         source.taken = sequence
         stats.received += 1
-        stats.received_bytes += len(area)
+        stats.received_bytes += len(entry.area)
         return entry
 
     def _count(self, run: Run, position: int) -> None:
@@ -248,7 +248,7 @@ class Inbox:
         return True
 
     def put_back(self, item: Any) -> None:
-        """Hand out `item` next: the call that took it was interrupted."""
+        """Hand out `item` next: see `Returned`."""
         self._unprepare()
         self.fifo.appendleft(Returned(item))
 

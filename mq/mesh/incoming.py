@@ -31,12 +31,18 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """A received message before it is decoded; `area` is what the codec wrote."""
+    """A received message before it is decoded.
+
+    Attributes:
+        area: What the codec wrote.
+        again: Whether it comes again, as there was no memory to decode it.
+    """
 
     source: Source
     sequence: int
     published_at: float
     area: memoryview | Spread
+    again: bool = False
 
 
 class Run:

@@ -27,7 +27,7 @@ before the session is given up."""
 REST_SECONDS: Final = 0.25
 """How long a session rests, for which there was no memory or whose link has failed."""
 _STRANGE: Final = frozenset({hs.VERSION, hs.SECRET, hs.GROUP, hs.BACKEND})
-_NO_MEMORY: Final = "the system has no memory"
+NO_MEMORY: Final = "the system has no memory"
 """A MemoryError of Python's says nothing."""
 
 
@@ -100,7 +100,7 @@ class Setbacks:
         self, session: Session, setback: Setback, error: MemoryError, what: str
     ) -> None:
         now = self._mesh.clock()
-        reason = str(error) or _NO_MEMORY
+        reason = str(error) or NO_MEMORY
         if setback.starved_since is None:
             setback.starved_since = now
             most = "" if session.timeout is None else f", for {session.timeout:g} s"
