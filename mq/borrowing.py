@@ -19,6 +19,7 @@ import os
 import select
 import struct
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -354,3 +355,21 @@ def settle(area: memoryview, pool: Pool, zero_copy: bool) -> tuple[memoryview, b
     own = pool.take(len(area))
     copy(area, own)
     return own, False
+
+
+def let_go(area: object, error: BaseException) -> None:
+    """Have an error keep no peer's memory, nor those that it comes of.
+
+    The frames that they were raised in refer to the message, and to what was being made
+    of it. Where that is the receiver's own it is left for a debugger to see.
+    """
+    if not (isinstance(area, memoryview) and is_borrowed(area)):
+        return
+    errors: list[BaseException | None] = [error]
+    seen: set[int] = set()  # an error may be its own cause
+    while errors:
+        found = errors.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            traceback.clear_frames(found.__traceback__)
+            errors += [found.__cause__, found.__context__]

@@ -59,6 +59,7 @@ class Receiving(Membership):
         self._decode_ahead = codec.decode_ahead
         self._decode_run = speed.decode_run
         self._settle = borrowing.settle
+        self._let_go = borrowing.let_go
         self._inbox.prepare = self._prepare
 
     def recv(self, timeout: float | None = None) -> Message:
@@ -104,11 +105,10 @@ class Receiving(Membership):
         with self._whole():  # what is raised in there is not a signal handler's
             try:
                 box[0] = self._finish(box[0])
-            except MemoryError:
-                box[0] = None if box[0].again else box[0]._replace(again=True)
-                raise
-            except Exception:
-                box[0] = None
+            except Exception as error:
+                self._let_go(getattr(box[0], "area", None), error)
+                again = isinstance(error, MemoryError) and not box[0].again
+                box[0] = box[0]._replace(again=True) if again else None
                 raise
         return True
 

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import gc
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,77 @@ def test_an_asynchronous_loop_over_the_queue_keeps_none_either(pair: Pair) -> No
             assert view() is None
 
     asyncio.run(loop())
+
+
+# -- errors that the application keeps ----------
+
+
+@dataclass
+class Refusing:
+    """Can be sent; and what it is made of travels with it."""
+
+    array: Any
+    refuses: bool = False
+
+    def __post_init__(self) -> None:
+        if self.refuses:
+            try:
+                look_up(self.array)
+            except LookupError:
+                raise ValueError("it is refused")  # noqa: B904
+
+
+def look_up(array: Any) -> None:
+    raise LookupError(f"none of {len(array)}")
+
+
+mq.add_safe_types(Refusing)
+
+
+def text_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def test_an_error_that_is_kept_keeps_no_message(pair: Pair) -> None:
+    """Nor do those that it came of, which still tell where they were raised."""
+    a, b = pair
+    errors = []
+    for number in range(3):
+        payload = Refusing(array_of(number))
+        payload.refuses = True
+        a.publish("t", payload, timeout=STEP)
+        with pytest.raises(mq.CodecError, match="it is refused") as caught:
+            b.recv(timeout=STEP)
+        errors.append(caught.value)
+    assert all("in look_up" in text_of(error) for error in errors)
+
+
+def test_nor_does_one_that_found_no_memory_for_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the message is given up, or has been received after all."""
+    a, b = pair
+    b.unsubscribe("t")
+    b.subscribe("t", history=mq.keep_last(1))
+    errors = []
+    take = b._pool.take
+
+    def take_third(nbytes: int) -> memoryview:
+        if len(errors) < 3:
+            raise MemoryError
+        return take(nbytes)
+
+    monkeypatch.setattr(b._pool, "take", take_third)
+    for tries in (2, 1):
+        a.publish("t", array_of(tries), timeout=STEP)
+        for _ in range(tries):
+            with pytest.raises(MemoryError) as caught:
+                b.recv(timeout=STEP)
+            errors.append(caught.value)
+        if tries == 1:
+            assert (b.recv(timeout=STEP).payload == 1).all()
+        wait_until(lambda: not lent(a), "b to let go of it")
+    assert all("in take_third" in text_of(error) for error in errors)
 
 
 # -- forked children ----------

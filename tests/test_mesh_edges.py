@@ -19,7 +19,7 @@ from scripted import Parcel, ScriptedConn
 from test_mesh_flow import LARGE, publish_once, subscribed
 from world import Got, World
 
-from mq import signals, speed
+from mq import borrowing, signals, speed
 from mq.errors import CodecError
 from mq.frames import Frames
 from mq.mesh import wire
@@ -309,6 +309,7 @@ def queue_of(driver: Any, **attributes: Any) -> Any:
         "_receive": functools.partial(Receiving._receive, queue),
         "_finish": lambda item: item,
         "_whole": speed.Lock,
+        "_let_go": borrowing.let_go,
     }
     queue.__dict__.update(values | attributes)
     return queue
