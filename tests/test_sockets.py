@@ -186,3 +186,13 @@ def test_a_kernel_that_does_not_count_says_nothing_of_silence(
         sockets, "copy_of", lambda fd: contextlib.nullcontext(Uncounted())
     )
     assert sockets.quiet_seconds(0) is None
+
+
+def test_the_peer_of_a_socket_file_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system does not tell of it, it is of this host at least."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        shown = f"(pid {os.getpid()} of user {os.getuid()})"
+        assert sockets.peer_process(ours) == shown
+        monkeypatch.delattr(socket, "SO_PEERCRED")
+        assert sockets.peer_process(ours) == "(of this host)"

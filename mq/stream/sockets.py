@@ -100,6 +100,8 @@ def peer_user(sock: socket.socket) -> int:
 
 def peer_process(sock: socket.socket) -> str:
     """The same process, for people to read."""
+    if not hasattr(socket, "SO_PEERCRED"):  # as on macOS
+        return "(of this host)"
     pid, user, _ = _credentials(sock)
     return f"(pid {pid} of user {user})"
 
