@@ -37,6 +37,7 @@ class ScriptedConn(Conn):
         broken: Nothing sent from here ever arrives.
         lost_due: LOST is to be reported here once `other.flight` is delivered.
         lost_held: LOST is kept back until the test says otherwise.
+        shares: Whether it can lend memory, where both links have some.
         mappings: Segments that the opposite end has lent.
     """
 
@@ -53,6 +54,7 @@ class ScriptedConn(Conn):
         self.arrived: deque[Parcel] = deque()
         self.broken = self.closed = False
         self.lost_due = self.lost_held = False
+        self.shares = link.net.shares
         self.mappings: dict[int, Mapping] = {}
         self._refused = False
         self._body: Body | None = None
@@ -70,7 +72,7 @@ class ScriptedConn(Conn):
     @property
     def lends(self) -> bool:  # type: ignore[override]
         lenders = (self.link.lender, self.other and self.other.link.lender)
-        return None not in lenders
+        return self.shares and None not in lenders
 
     def lend(self, segment: Segment) -> bool:
         assert self.other is not None
@@ -284,11 +286,13 @@ class ScriptedNet:
         links: Who listens, by address.
         separated: Pairs of addresses between which nothing moves and dials hang.
         on_dial: Asked for each dial: "open", "hang", "fail" or "error".
+        shares: Whether memory can be lent over connections dialled from now on.
         tamper: Called with each message before it arrives; returns what arrives.
     """
 
     def __init__(self, leads: Sequence[int] = (0,)) -> None:
         self._leads = itertools.cycle(leads)
+        self.shares = True
         self.links: dict[str, ScriptedLink] = {}
         self.conns: list[ScriptedConn] = []
         self.separated: set[frozenset[str]] = set()

@@ -255,11 +255,15 @@ def test_who_passes_no_memory_is_no_peer(
     assert not link.conns
 
 
-def test_a_session_goes_on_over_shared_memory(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", ["auto", "auto:nng", "auto:zmq"])
+@pytest.mark.parametrize("first", ["tcp", "shm"])
+def test_a_session_goes_on_over_the_other_kind_of_link(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, backend: str, first: str
 ) -> None:
-    """What was cut for the wire is carried there, too."""
-    refused = "shm"
+    """What was cut for the wire is carried by shared memory, and what was lent there
+    is sent over the wire."""
+    second = {"tcp": "shm", "shm": "tcp"}[first]
+    refused = second
     dial = AutoLink.dial
 
     def choose(link: AutoLink, address: str) -> Conn:
@@ -268,14 +272,17 @@ def test_a_session_goes_on_over_shared_memory(
         return dial(link, address)
 
     monkeypatch.setattr(AutoLink, "dial", choose)
-    with join("a", "auto:zmq") as a, join("b", "auto:zmq") as b:
-        assert shown_wire(b, "a").startswith("tcp")
+    with join("a", backend) as a, join("b", backend) as b:
+        assert shown_wire(b, "a").startswith(first)
         b.subscribe("t")
-        refused = "tcp"
+        refused = first
         with b._driver.lock:
             a.publish("t", np.ones(8 << 20, np.uint8))
             session = b._mesh.by_name("a")
             assert session is not None
             b._mesh.disconnect(session, "as a test wants")
         assert b.recv(timeout=STEP).payload.sum() == 8 << 20
-        assert shown_wire(b, "a").startswith("shm")
+        assert shown_wire(b, "a").startswith(second)
+        eventually(lambda: a.stats()["peers"]["b"]["lent_bytes"] == 0)
+        for queue in (a, b):
+            assert queue.stats()["mesh"]["malformed"] == 0

@@ -11,6 +11,7 @@ import pytest
 from scripted import Parcel, ScriptedConn
 from world import World
 
+from mq.borrowing import is_borrowed
 from mq.lending import BLOCK_BYTES
 from mq.mesh import wire
 from mq.mesh.backlog import Backlog
@@ -126,7 +127,7 @@ def test_a_message_of_which_a_part_has_left_is_not_lent(
     world: World, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on in chunks where the session resumes over a link that lends."""
-    monkeypatch.setattr(ScriptedConn, "lends", False)
+    world.net.shares = False
     a, b = world["a"], world.join("b")
     b.subscribe("t")
     world.settle()
@@ -140,7 +141,7 @@ def test_a_message_of_which_a_part_has_left_is_not_lent(
         b.poll()
         a.poll()
     world.cut("a", "b")
-    monkeypatch.setattr(ScriptedConn, "lends", True)
+    world.net.shares = True
     append = Backlog._append
 
     def bounded(backlog: Backlog, frame: Frame) -> None:
@@ -152,3 +153,83 @@ def test_a_message_of_which_a_part_has_left_is_not_lent(
     world.advance(3.0)
     assert b.payloads() == messages
     assert b.mesh.stats.malformed == 0
+
+
+@pytest.mark.parametrize("keep", [None, 1], ids=["all", "last"])
+@pytest.mark.parametrize("viewing", [False, True], ids=["copied", "viewed"])
+@pytest.mark.parametrize("steps", range(1, 16))
+def test_what_was_lent_is_sent_where_the_next_link_lends_nothing(
+    world: World, steps: int, viewing: bool, keep: int | None
+) -> None:
+    """However much had come before, and if that breaks, too, on any further link."""
+    a, b, net = world["a"], world.join("b"), world.net
+    b.subscribe("t", keep, zero_copy=viewing)
+    world.settle()
+    b.viewing = viewing
+    sent = [b"small", *(bytes([n]) * (3000 + n) for n in range(3)), b"the last"]
+    for message in sent:
+        assert a.publish("t", message)
+    a.subscribe("u")  # to be carried out once, behind them
+    for _ in range(steps // 2):
+        for conn in net.steps()[:1]:
+            net.deliver(conn)
+        b.poll()
+        a.poll()
+    got = b.payloads()
+    chunks = 0
+
+    def see(conn: ScriptedConn, parcel: Parcel) -> None:
+        nonlocal chunks
+        if parcel[0][0] != wire.CHUNK:
+            return
+        chunks += 1
+        if chunks == steps:
+            net.shares = steps % 2 > 0
+            world.cut("a", "b", lose_one=99)
+
+    net.watcher = see
+    net.shares = False
+    world.cut("a", "b", lose_one=99)
+    world.advance(3.0)
+    got += b.payloads()
+    assert b.publish("u", b"back")
+    world.settle()
+
+    assert a.payloads() == [b"back"]
+    assert got == sent if keep is None else got[-1] == sent[-1]
+    assert a.mesh.stats.malformed == b.mesh.stats.malformed == 0
+    assert all(bytes(view) == content for view, content in b.views)
+    held = sum(len(view) for view, _ in b.views if is_borrowed(view))
+    assert a.session(b).lent_bytes() == held
+    b.views.clear()
+    world.settle()
+    assert a.session(b).lent_bytes() == 0
+    assert a.link.lender is not None
+    assert a.link.lender.stats().in_use_bytes == 0
+
+
+def test_what_is_viewed_is_not_released_where_the_next_link_lends_nothing(
+    world: World,
+) -> None:
+    """It came before an interrupt, of which its sender knows nothing, and comes again.
+
+    Its memory would be written to under the view.
+    """
+    a, b = world["a"], world.join("b")
+    b.subscribe("t", zero_copy=True)
+    world.settle()
+    b.viewing = True
+    assert a.publish("t", LARGE)
+    world.net.deliver_all()
+    b.poll()
+    assert b.payloads() == [LARGE]
+    b.session(a).received -= 1
+    world.net.shares = False
+    world.cut("b", "a", lose_one=99)
+    world.advance(1.0)
+    assert b.payloads() == []
+    assert a.session(b).lent_bytes() == len(LARGE)
+    assert not a.session(b).frames
+    b.views.clear()
+    world.settle()
+    assert a.session(b).lent_bytes() == 0

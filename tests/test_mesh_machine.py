@@ -273,11 +273,18 @@ class MeshMachine(RuleBasedStateMachine):
         other=names,
         lose=st.tuples(few, few),
         hold=st.tuples(st.booleans(), st.booleans()),
+        shares=st.booleans(),
     )
     def cut(
-        self, one: str, other: str, lose: tuple[int, int], hold: tuple[bool, bool]
+        self,
+        one: str,
+        other: str,
+        lose: tuple[int, int],
+        hold: tuple[bool, bool],
+        shares: bool,
     ) -> None:
         members = self.world.members
+        self.world.net.shares = shares
         if one in members and other in members:
             net = self.world.net
             for conn in net.between(members[one].link, members[other].link):

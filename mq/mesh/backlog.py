@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from mq.mesh import wire
 from mq.mesh.feed import Feed
-from mq.mesh.frame import Frame, chunk_frame
+from mq.mesh.frame import Frame, chunk_frame, unlent
 from mq.mesh.large import Large, Take
 from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, NO_LIMIT, Outgoing, Topic
 from mq.mesh.pace import Pace
@@ -313,8 +313,17 @@ class Backlog:
                     self.pace.answered(now)
         return news
 
+    def send_what_was_lent(self) -> None:
+        """The peer cannot read it over the next connection; `repair` gives the numbers.
+
+        It has received none of the frames, so those that follow may get other ones.
+        """
+        self.frames = deque(new for frame in self.frames for new in unlent(frame))
+
     def repair(self) -> None:
         """Derive again what an exception in mid-frame may have left undone."""
+        for number, frame in enumerate(self.frames, self.first_lacking()):
+            frame.number = number
         self.batches_unanswered = sum(f.kind == wire.DATA for f in self.frames)
         self.under_way = sum(f.body_nbytes for f in self.frames)
         answers = (f for f in self.frames if f.kind in wire.ANSWERS)

@@ -124,3 +124,26 @@ def chunk_frame(
         index,
         part if begin or not ends else None,
     )
+
+
+def unlent(frame: Frame) -> list[Frame]:
+    """What a frame becomes for a peer that cannot read the sender's memory.
+
+    Of a LENT frame that is its message in chunks, and then the frame without it: who
+    has a message releases it again, unless what was lent had come and is still viewed.
+    """
+    large = frame.large
+    if frame.kind != wire.LENT or large is None:
+        return [frame]
+    assert frame.completes is not None
+    feed, sequence = frame.completes[0]
+    published_at = wire.Lent(*wire.LENT_HEAD.unpack(frame.parts[0])).published_at
+    message = Outgoing(published_at, large, sequence)
+    large.cut_block()
+    frames: list[Frame] = []
+    for index, chunk in enumerate(large.chunks):
+        assert chunk is not None
+        part = 0, chunk.body_nbytes
+        number = frame.number + index
+        frames.append(chunk_frame(number, feed, message, large, index, part, False))
+    return [*frames, Frame(wire.LENT, number + 1, frame.parts)]

@@ -149,10 +149,10 @@ class Session(Backlog):
             Malformed: The peer claims frames that were never sent.
         """
         self.forget_received(received, now)
-        if not conn.lends and any(f.kind == wire.LENT for f in self.frames):
-            raise Malformed("resumed where the memory already lent cannot be read")
         if self.devices not in (None, dict(conn.devices)):
             raise Malformed("resumed where tensors arrive on other devices")
+        if not conn.lends:
+            self.send_what_was_lent()
         self.repair()
         self.pace.begin()
         self.conn = conn
