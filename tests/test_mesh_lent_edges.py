@@ -233,3 +233,52 @@ def test_what_is_viewed_is_not_released_where_the_next_link_lends_nothing(
     b.views.clear()
     world.settle()
     assert a.session(b).lent_bytes() == 0
+
+
+@pytest.mark.parametrize("more", range(4))
+def test_nothing_is_read_twice_where_frames_get_other_numbers(
+    world: World, more: int
+) -> None:
+    """A broken connection may still hold some, when its other end has the next one."""
+    a, b, net = world["a"], world.join("b"), world.net
+    a.subscribe("t")
+    world.settle()
+    assert b.session(a).dialler
+    (old,) = (c for c in net.conns if c.link is b.link and not c.closed)
+    sent = [bytes([n]) * (3000 + n) for n in range(2)]
+    for message in sent:
+        assert b.publish("t", message)
+    for _ in range(more):
+        b.subscribe("u")
+        b.unsubscribe("u")
+    b.subscribe("u")
+    b.poll()
+    net.shares = False
+    net.cut(old, hold=(False, True))
+
+    def go_on() -> bool:
+        """Whether something has moved, but on the old connection."""
+        for conn in net.steps():
+            if conn is not old:
+                net.deliver(conn)
+                a.poll()
+                b.poll()
+                return True
+        return False
+
+    net.deliver(old.other)
+    b.poll()
+    while not b.session(a).conn:
+        if not go_on():
+            world.now += 0.01
+            b.poll()
+    while old.flight:
+        net.deliver(old)
+    a.poll()
+    world.settle()
+    assert a.payloads() == sent
+    assert a.publish("u", b"back")
+    world.settle()
+    assert b.payloads() == [b"back"]
+    assert a.mesh.stats.malformed == b.mesh.stats.malformed == 0
+    assert b.session(a).lent_bytes() == 0

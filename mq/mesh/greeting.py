@@ -38,8 +38,7 @@ class Greetings(Dialling):
 
     def handle(self, event: Event) -> None:
         """Something happened on a connection that belongs to no session."""
-        conn = event.conn
-        mesh = self._mesh
+        conn, mesh = event.conn, self._mesh
         if event.what is What.ACCEPTED:
             self._make_room(conn)
             conn.guard(STRANGER_BYTES)
@@ -199,6 +198,7 @@ class Greetings(Dialling):
             if mesh.clock() < old.rests_until:
                 self._close(conn)  # it dials again
                 return
+            mesh.cut(old)  # what it still holds comes again, under other numbers maybe
             old.last_heard = mesh.clock()  # what follows may take a round trip
             greeter.granted = Granted(greeting, old.id, old)
             answer = mesh.config.greeting(old.id, old.received)
