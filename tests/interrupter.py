@@ -11,6 +11,8 @@ from typing import Any
 
 Point = tuple[int, int]
 """Which of the armed calls, and which line or bytecode of it in the mesh, from 1."""
+Place = tuple[CodeType, int, int]
+"""A line or bytecode, and for some whom it is called by."""
 Trace = Callable[[FrameType, str, Any], Any]
 _LOOKS_ALWAYS = sys.version_info >= (3, 13)
 """There not all bytecodes are seen where those before them were not looked at."""
@@ -33,7 +35,7 @@ class Interrupter:
         self.at = at
         self.opcodes = opcodes
         self.where = ""
-        self.visited: dict[tuple[CodeType, int, int], list[Point]] = defaultdict(list)
+        self.visited: dict[Place, list[Point]] = defaultdict(list)
         self._calls = self._count = 0
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Trace | None:

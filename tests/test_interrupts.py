@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from interrupter import Interrupter, Point
+from interrupter import Interrupter, Place, Point
 from world import INLINE_BYTES, WHOLE_BYTES, Got, Member, World
 
 from mq.errors import MessagesLost
@@ -223,19 +223,43 @@ def _small_turns(small_messages: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"mq.mesh.{module}.BYTES_PER_TURN", TURN_BYTES)
 
 
+def survey(
+    *, opcodes: bool, lends: int = 0, devices: bool = False
+) -> dict[Place, list[Point]]:
+    """The places of the code that the scenario reaches, and each time it does."""
+    for _ in range(2):  # Python 3.13 sees all bytecodes the second time
+        found = Interrupter(None, opcodes=opcodes)
+        run(found, lends, devices)
+    return found.visited
+
+
 def points(*, opcodes: bool, lends: int = 0, devices: bool = False) -> list[Point]:
     """Where to interrupt: each place of the code that the scenario reaches, once.
 
     With MQ_INTERRUPT_EVERYWHERE each time that it reaches it, which takes long.
     """
-    for _ in range(2):  # Python 3.13 sees all bytecodes the second time
-        survey = Interrupter(None, opcodes=opcodes)
-        run(survey, lends, devices)
-    places = list(survey.visited.values())
+    places = list(survey(opcodes=opcodes, lends=lends, devices=devices).values())
     if EVERYWHERE:
         return sorted(point for place in places for point in place)
     # Not always the first time: the second place at its second, and so on.
     return [place[number % len(place)] for number, place in enumerate(places)]
+
+
+def lines_of_its_own(lends: int = 0, devices: bool = False) -> list[Point]:
+    """Each line that only this scenario reaches, and one of ten that all do."""
+    found = points(opcodes=False, lends=lends, devices=devices)
+    assert len(found) > 500
+    if EVERYWHERE:
+        return found
+    usual = survey(opcodes=False)
+    places = survey(opcodes=False, lends=lends, devices=devices)
+    chosen = [
+        at
+        for number, (place, at) in enumerate(zip(places, found, strict=True))
+        if place not in usual or number % 10 == 0
+    ]
+    assert len(chosen) > 200
+    return chosen
 
 
 @pytest.mark.slow
@@ -245,11 +269,11 @@ def test_an_interrupt_at_any_line_changes_nothing_of_the_contract(
 ) -> None:
     """Nothing lost, nothing doubled, all or nothing, no stuck credit.
 
-    With tensors on devices every third line, for most lines are the same.
+    With tensors on devices most lines are the same.
     """
-    found = points(opcodes=False, devices=devices)
-    assert len(found) > 500
-    for at in found[:: 3 if devices and not EVERYWHERE else 1]:
+    found = lines_of_its_own(devices=True) if devices else points(opcodes=False)
+    assert devices or len(found) > 500
+    for at in found:
         run(Interrupter(at), devices=devices)
 
 
@@ -266,11 +290,9 @@ def test_an_interrupt_between_bytecodes_changes_nothing_either(devices: bool) ->
 def test_an_interrupt_loses_no_memory_that_is_lent() -> None:
     """The same where large messages are read in place; there are six blocks.
 
-    Every third line, and a sample of the bytecodes, unless MQ_INTERRUPT_EVERYWHERE.
+    Most lines are the same; and a sample of the bytecodes.
     """
-    found = points(opcodes=False, lends=6 * BLOCK_BYTES)
-    assert len(found) > 500
-    for at in found[:: 1 if EVERYWHERE else 3]:
+    for at in lines_of_its_own(lends=6 * BLOCK_BYTES):
         run(Interrupter(at), 6 * BLOCK_BYTES)
     found = points(opcodes=True, lends=6 * BLOCK_BYTES)
     for at in found[::180]:

@@ -17,7 +17,7 @@ from mq.testing.member import Member
 from mq.testing.waiting import STEP, StepTimeout, wait_until
 from mq.testing.worker import resources
 
-_INTERRUPTS = 100
+_INTERRUPTS = 50
 """How often `recv`, and how often `publish`, of a stream has to be interrupted."""
 _ECHOED = 4
 """One number of so many is sent back."""

@@ -22,7 +22,7 @@ from mq.testing.waiting import STEP, wait_until
 
 LIVE = ("alpha", "beta")
 VICTIM = "gamma"
-ENOUGH = 40
+ENOUGH = 20
 """Messages of each publisher that a subscriber must have seen before the next act."""
 SIZES = (3, 40_000, 0, 1, 400_000)
 """Elements of 8 bytes, in turn: from a part of a batch to several chunks."""
