@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +25,8 @@ def check_places() -> None:
         assert not outbox._waiting
 
 
-@contextlib.contextmanager
-def lane_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """Links that read where a test does; no place stays taken, however they end."""
     monkeypatch.setattr("transports._torchrpc_lanes.INLINE_BYTES", 0)
     with World(CarryingLink) as world:

@@ -35,6 +35,7 @@ from meeting import (
     runtime,
 )
 from nng_links import nng_runs
+from refusals import no_descriptor, unknown_host
 from tls_files import tls_options
 
 import mq
@@ -55,11 +56,7 @@ def test_a_process_out_of_descriptors_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Even where there is none left to count those that are open."""
-
-    def refuse(path: str) -> list[str]:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
-
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "listdir", no_descriptor)
     with pytest.raises(TransportUnavailable, match="ulimit"):
         check_descriptors()
 
@@ -178,11 +175,7 @@ def test_an_unknown_host_to_listen_on_is_named(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The resolver's own error says neither host nor address."""
-
-    def unknown(*args: object, **kwargs: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_host)
     address, options = EVERYWHERE.get(backend, ("torchrpc://h:0", {}))
     elsewhere = re.sub(r"//.*:", "//nowhere.invalid:", address).replace(":*", ":0")
 

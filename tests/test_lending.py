@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import no_descriptor
 from shared_memory import SlowSystem, segment_of
 
 from mq import borrowing, signals, speed
@@ -385,13 +386,9 @@ def test_what_the_system_refuses_is_like_no_memory(
     refused: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is said once, with the remedy, and tried again the next time."""
-
-    def refuse(*args: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
     lender = Lender(LIMIT)
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(os, refused, refuse)
+        patched.setattr(os, refused, no_descriptor)
         assert lender.take(BLOCK_BYTES) is None
         assert lender.take(BLOCK_BYTES) is None
     (record,) = caplog.records
@@ -696,11 +693,7 @@ def test_views_are_kept_where_nobody_can_tell_when_a_child_ends(
     returns = Returns()
     held = [borrowed(returns, segment)[1]]
     settle(held[0], Pool(0), zero_copy=True)
-
-    def refuse() -> tuple[int, int]:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(os, "pipe", refuse)
+    monkeypatch.setattr(os, "pipe", no_descriptor)
     for _ in range(2):
         child = os.fork()
         if child == 0:

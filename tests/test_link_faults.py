@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from scripted import Parcel, ScriptedConn, ScriptedLink
-from world import World
+from world import subscribed
 
 import mq
 from mq import log, registry
@@ -64,20 +64,14 @@ def fail(
     return failed
 
 
-def subscribed(*names: str, **options: Any) -> World:
-    """Members of which b is subscribed to "t"."""
-    world = World(*names, **options)
-    world["b"].subscribe("t")
-    world.settle()
-    return world
-
-
 @pytest.mark.parametrize("call", ["receive", "receive_body", "take_body"])
 def test_a_call_to_receive_that_raises_costs_a_connection(
     call: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
 ) -> None:
     """That one only, whose session is resumed; the log has the traceback once."""
-    world = subscribed("a", "b", "c", wholes="abc" if call == "take_body" else "")
+    world = subscribed(
+        "a", "b", "c", by="b", wholes="abc" if call == "take_body" else ""
+    )
     b = world["b"]
     failed = fail(monkeypatch, call, TRIES - 1, lambda conn, *_: conn.link is b.link)
     assert world["a"].publish("t", LARGE)
@@ -201,7 +195,7 @@ def test_a_call_as_a_connection_ends_that_raises_costs_no_other(
     call: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
 ) -> None:
     """It is broken anyway, and its session resumed."""
-    world = subscribed("a", "b", "c")
+    world = subscribed("a", "b", "c", by="b")
     link = world["a"].link
     failed = fail(monkeypatch, call, when=lambda conn: conn.link is link)
     for _ in range(2):
@@ -294,7 +288,7 @@ def test_a_try_send_that_raises_costs_its_connection_in_the_end_its_session(
     times: int, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
 ) -> None:
     """The call that publishes has done its part, and others get the message."""
-    world = subscribed("a", "b", "c")
+    world = subscribed("a", "b", "c", by="b")
     a, b, c = (world[name] for name in "abc")
     c.subscribe("t")
     world.settle()

@@ -11,7 +11,7 @@ import torch
 from payload_checks import CODEC
 from scripted import Parcel, ScriptedConn
 from test_devices import staged_of
-from world import DEVICES, Got, World, area_of, tensors_of
+from world import DEVICES, Got, World, area_of, subscribed, tensors_of
 
 from mq.devices import Landing, Piece
 from mq.errors import CodecError, MessagesLost, MessageTooLarge
@@ -24,15 +24,6 @@ HOST = bytes(range(192))
 AREAS = (768, 512)
 CONTENT = HOST + bytes(n % 251 for n in range(sum(AREAS)))
 ONE = HOST + bytes(n % 249 for n in range(AREAS[0]))
-
-
-def subscribed(carries: dict[str, int], **subscription: int) -> World:
-    """Members "a" and those named, which are subscribed to "t"."""
-    world = World("a", *carries, carries={"a": 2, **carries})
-    for name in carries:
-        world[name].subscribe("t", **subscription)
-    world.settle()
-    return world
 
 
 def kinds_sent(world: World) -> list[int]:
@@ -48,7 +39,9 @@ def kinds_sent(world: World) -> list[int]:
 
 def test_tensors_go_where_they_are_carried_and_through_host_memory_elsewhere() -> None:
     """Each subscriber by its own connection, from one publish."""
-    world = subscribed({"both": 2, "one": 1, "none": 0})
+    world = subscribed(
+        "a", "both", "one", "none", carries={"a": 2, "both": 2, "one": 1, "none": 0}
+    )
     kinds = kinds_sent(world)
     assert world["a"].publish("t", CONTENT, areas=AREAS)
     world.settle()
@@ -61,7 +54,7 @@ def test_tensors_go_where_they_are_carried_and_through_host_memory_elsewhere() -
 
 def test_a_message_of_little_host_memory_is_one_frame() -> None:
     """What describes the tensors travels in the head of the first of them."""
-    world = subscribed({"b": 1})
+    world = subscribed("a", "b", carries={"a": 2, "b": 1})
     kinds = kinds_sent(world)
     assert world["a"].publish("t", ONE[:64] + ONE[-256:], areas=(256,))
     world.settle()
@@ -111,7 +104,7 @@ def test_a_retained_message_reaches_later_subscribers(carried: int) -> None:
 def test_a_break_in_the_middle_is_resumed(carried: int) -> None:
     """What was lost is sent again; nothing is doubled."""
     for lost in range(9):
-        world = subscribed({"b": carried})
+        world = subscribed("a", "b", carries={"a": 2, "b": carried})
         world["a"].link.capacity = 4
         assert world["a"].publish("t", CONTENT, areas=AREAS)
         (conn,) = world.net.between(world["a"].link, world["b"].link)
@@ -127,7 +120,7 @@ def test_a_break_in_the_middle_is_resumed(carried: int) -> None:
 
 def test_keep_last_replaces_what_has_not_begun() -> None:
     """At most one message of it is on the wire."""
-    world = subscribed({"b": 2}, keep=1)
+    world = subscribed("a", "b", carries={"a": 2, "b": 2}, keep=1)
     world.stall("b")
     for number in range(5):
         content = bytes([number]) * 64 + bytes(256)
@@ -141,7 +134,9 @@ def test_keep_last_replaces_what_has_not_begun() -> None:
 def test_credit_counts_the_bytes_on_devices() -> None:
     """The same number at both ends, by whichever way a message came."""
     for carried in (0, 2):
-        world = subscribed({"b": carried}, window_bytes=3 * len(CONTENT))
+        world = subscribed(
+            "a", "b", carries={"a": 2, "b": carried}, window_bytes=3 * len(CONTENT)
+        )
         count = 0
         while world["a"].publish("t", CONTENT, areas=AREAS):
             count += 1
@@ -168,7 +163,7 @@ def test_a_message_over_the_limit_is_refused_before_anything_is_sent() -> None:
 
 def test_other_topics_pass_between_the_pieces() -> None:
     """A piece each, in turn."""
-    world = subscribed({"b": 1})
+    world = subscribed("a", "b", carries={"a": 2, "b": 1})
     world["b"].subscribe("u")
     world.settle()
     world["a"].link.capacity = 1
@@ -182,7 +177,7 @@ def test_other_topics_pass_between_the_pieces() -> None:
 
 def test_memory_of_a_device_is_let_go_piece_by_piece() -> None:
     """As soon as every subscriber has them; the host's likewise."""
-    world = subscribed({"b": 2})
+    world = subscribed("a", "b", carries={"a": 2, "b": 2})
     publisher: Publisher = world["a"].mesh.publisher
     topic = publisher.topic("t")
     tensors = tensors_of(CONTENT[len(HOST) :], AREAS)
@@ -227,7 +222,7 @@ def test_a_device_without_room_is_the_reason_of_what_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The session ends after a few tries; the next one tells, and goes on."""
-    world = subscribed({"b": 2})
+    world = subscribed("a", "b", carries={"a": 2, "b": 2})
 
     def full(landing: Landing, start: int, piece: Piece) -> None:
         raise ValueError("no room for 768 bytes on cuda:7")
@@ -271,7 +266,7 @@ def test_a_device_that_fails_as_a_message_is_staged_is_a_codec_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody got the message, and the queue goes on."""
-    world = subscribed({"b": 2, "c": 0})
+    world = subscribed("a", "b", "c", carries={"a": 2, "b": 2, "c": 0})
     with monkeypatch.context() as patched:
         patched.setattr(Piece, "copy_to", _broken)
         with pytest.raises(CodecError, match=r"on cpu.* CUDA error: an assert$"):
@@ -389,7 +384,7 @@ def packed(parcel: Parcel, head: wire.Piece, body: bytes | Piece) -> Parcel:
 )
 def test_a_piece_that_does_not_fit_breaks_the_connection(name: str, which: int) -> None:
     """Before memory is taken for it; what is resumed then arrives."""
-    world = subscribed({"b": 2})
+    world = subscribed("a", "b", carries={"a": 2, "b": 2})
     taken = len(world["b"].taken)
     seen = 0
 
@@ -415,7 +410,7 @@ def test_a_piece_that_does_not_fit_breaks_the_connection(name: str, which: int) 
 def test_a_tensor_where_host_memory_belongs_breaks_the_connection() -> None:
     """In a chunk, a batch, a control frame, and a message before any session."""
     for kind in (wire.CHUNK, wire.DATA, wire.CREDIT, wire.PIECE):
-        world = subscribed({"b": 2})
+        world = subscribed("a", "b", carries={"a": 2, "b": 2})
         changed = []
 
         def tamper(
@@ -439,7 +434,7 @@ def test_a_tensor_where_host_memory_belongs_breaks_the_connection() -> None:
 
 def test_pieces_of_one_area_on_two_devices_break_the_connection() -> None:
     """They cannot be put together."""
-    world = subscribed({"b": 2})
+    world = subscribed("a", "b", carries={"a": 2, "b": 2})
     changed = 0
 
     def tamper(conn: ScriptedConn, parcel: Parcel) -> Parcel:
@@ -458,7 +453,7 @@ def test_pieces_of_one_area_on_two_devices_break_the_connection() -> None:
 
 def test_a_message_that_ends_before_its_areas_is_malformed() -> None:
     """The last piece says so, whatever is missing."""
-    world = subscribed({"b": 2})
+    world = subscribed("a", "b", carries={"a": 2, "b": 2})
 
     def tamper(conn: ScriptedConn, parcel: Parcel) -> Parcel:
         head, body = parcel

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from interrupter import Interrupter
 from scripted import Parcel, ScriptedConn
-from test_mesh_flow import LARGE, publish_once, subscribed
-from world import Got, World
+from test_mesh_flow import LARGE, publish_once
+from world import Got, World, subscribed
 
 from mq import borrowing, signals, speed
 from mq.errors import CodecError
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("small_messages")
 
 def test_a_large_retained_message_stays_whole() -> None:
     """Its chunks are not freed when those who are subscribed have them."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     publisher = world["a"].mesh.publisher
     topic = publisher.topic("t")
     frames = Frames(LARGE[:64], (memoryview(LARGE[64:]),), len(LARGE), frozenset())
@@ -49,7 +49,7 @@ def test_a_large_retained_message_stays_whole() -> None:
 
 def test_a_large_message_is_let_go_when_it_was_framed() -> None:
     """Nothing of the topic holds its memory until the next publish."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     assert world["a"].publish("t", LARGE)
     topic = world["a"].mesh.publisher.topic("t")
     topic.total()
@@ -62,7 +62,7 @@ def test_a_large_message_is_let_go_when_it_was_framed() -> None:
 
 def test_the_log_of_a_stopped_keep_last_subscriber_is_bounded() -> None:
     """However many messages it keeps, and however many come."""
-    world = subscribed("b", keep=100)
+    world = subscribed("a", "b", keep=100)
     world.stall("b")
     for number in range(2000):
         assert world["a"].publish("t", b"%d" % number)
@@ -102,7 +102,7 @@ def test_a_batch_whose_subscription_ends_leaves_no_deadline() -> None:
 
 def test_the_keeper_does_not_wait_for_who_cannot_be_sent_to() -> None:
     """A batch for a broken connection has no deadline until there is another."""
-    world = subscribed("b", "c")
+    world = subscribed("a", "b", "c")
     a = world["a"]
     publish_once(world)
     world.partition("a", "b")
@@ -117,7 +117,7 @@ def test_the_keeper_does_not_wait_for_who_cannot_be_sent_to() -> None:
 
 def test_what_was_taken_before_unsubscribing_is_counted() -> None:
     """Received and discarded together are all that came."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     publish_once(world)
     a, b = world["a"], world["b"]
     inbox = b.mesh.subscriber.inbox
@@ -179,7 +179,7 @@ def test_an_interrupt_while_a_subscription_ends_harms_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is looked for in the log on behalf of one that has half ended."""
-    world = subscribed("b", "c")
+    world = subscribed("a", "b", "c")
     publish_once(world)
     a, b, c = (world[name] for name in "abc")
     (feed,) = a.session(b).feeds.values()
@@ -214,7 +214,7 @@ def test_an_interrupt_while_a_subscription_ends_harms_no_other(
 
 def test_keep_last_has_one_message_on_the_wire_after_a_break_too() -> None:
     """A large one that had begun when the connection broke still counts."""
-    world = subscribed("b", keep=1)
+    world = subscribed("a", "b", keep=1)
     a, b = world["a"], world["b"]
     a.link.capacity = 2
     assert a.publish("t", LARGE)
@@ -249,7 +249,7 @@ def test_keep_last_has_one_message_on_the_wire_after_a_break_too() -> None:
 
 def test_a_sequence_that_no_publisher_reaches_is_malformed() -> None:
     """It could not be told to a publisher again."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     subscription = world["b"].mesh.subscriber.topics["t"].id
 
     def exaggerate(conn: ScriptedConn, parcel: Parcel) -> Parcel:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from scripted import Parcel, ScriptedConn
-from world import INLINE_BYTES, Got, Member, World
+from world import INLINE_BYTES, Got, Member, World, subscribed
 
 from mq.errors import CodecError, MessagesLost, MessageTooLarge
 from mq.frames import Frames
@@ -24,15 +24,6 @@ LARGE = bytes(range(251)) * 8
 
 
 pytestmark = pytest.mark.usefixtures("small_messages")
-
-
-def subscribed(*names: str, keep: int | None = None, depth: int = 1000) -> World:
-    """A world in which all but `a` are subscribed to t."""
-    world = World("a", *names)
-    for name in names:
-        world[name].subscribe("t", keep=keep, depth=depth)
-    world.settle()
-    return world
 
 
 def publish_once(world: World, payload: bytes = b"first") -> None:
@@ -88,7 +79,7 @@ def test_a_subscription_is_in_force_when_it_is_acknowledged() -> None:
 
 def test_who_waits_for_credit_is_told_what_is_still_on_its_way() -> None:
     """A slow wire is another matter than a subscriber that does not read."""
-    world = subscribed("b", depth=3)
+    world = subscribed("a", "b", depth=3)
     publish_once(world)
     topic = world["a"].mesh.publisher.topic("t")
     count = 0
@@ -104,7 +95,7 @@ def test_who_waits_for_credit_is_told_what_is_still_on_its_way() -> None:
 
 def test_messages_come_in_order_large_or_small() -> None:
     """FIFO per publisher and topic, whatever the sizes."""
-    world = subscribed("b", "c")
+    world = subscribed("a", "b", "c")
     payloads = [bytes([n]) * size for n, size in enumerate((1, 2000, 128, 129, 5, 700))]
     for payload in payloads:
         assert world["a"].publish("t", payload)
@@ -115,7 +106,7 @@ def test_messages_come_in_order_large_or_small() -> None:
 
 def test_a_message_of_many_buffers_arrives_as_it_was_laid_out() -> None:
     """Header and buffers of all sizes land at their offsets in the area."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     sizes = (1, 64, 0, 63, 255, 256, 257, 1000, 3, 0)
     buffers = tuple(memoryview(bytes([n + 1]) * s) for n, s in enumerate(sizes))
     whole = Frames(b"h" * 300, buffers, 0, frozenset())
@@ -234,7 +225,7 @@ def test_publish_is_all_or_nothing() -> None:
 
 def test_a_slow_subscriber_that_unsubscribes_releases_the_publisher() -> None:
     """Nobody waits for who does not want it any more."""
-    world = subscribed("b", "c", depth=1)
+    world = subscribed("a", "b", "c", depth=1)
     world["a"].publish("t", b"1")
     world.settle()
     world["c"].payloads()
@@ -385,7 +376,7 @@ def test_dividing_a_window_looks_at_each_publisher_once(
 
 def test_what_is_free_goes_to_who_publishes_though_nobody_reads_on() -> None:
     """Of messages that were read, fewer than is told at once, and of who is gone."""
-    world = subscribed("b", depth=40)
+    world = subscribed("a", "b", depth=40)
     world.join("c")
     world.settle()
     for name in "ac":
@@ -408,7 +399,7 @@ def test_a_tick_looks_only_at_what_was_taken_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many other subscriptions there are."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     for number in range(50):
         world["b"].subscribe(f"idle {number}")
     publish_once(world)
@@ -433,7 +424,7 @@ def test_a_tick_looks_only_at_what_was_taken_from(
 
 def test_a_tick_looks_at_no_subscription_that_has_ended() -> None:
     """It was taken from before: nothing is granted of it."""
-    world = subscribed("b", depth=11)
+    world = subscribed("a", "b", depth=11)
     publish_once(world)
     subscription = world["b"].mesh.subscriber.topics["t"]
     world["a"].publish("t", b"more")
@@ -511,7 +502,7 @@ def test_an_answer_is_taken_once_and_must_fit_the_question() -> None:
 def test_keep_last_has_the_newest_and_counts_what_it_dropped() -> None:
     """A stopped subscriber never makes a publisher wait, and finds the newest n."""
     for keep in (1, 3):
-        world = subscribed("b", keep=keep)
+        world = subscribed("a", "b", keep=keep)
         for number in range(50):
             assert world["a"].publish("t", b"%d" % number)
             if number % 7 == 0:
@@ -564,7 +555,7 @@ def test_messages_of_a_batch_are_read_only(monkeypatch: pytest.MonkeyPatch) -> N
         return message and (memoryview(bytearray(message[0])), message[1])
 
     monkeypatch.setattr(ScriptedConn, "receive", writable)
-    world = subscribed("b")
+    world = subscribed("a", "b")
     for payload in (b"0", b"1"):
         assert world["a"].publish("t", payload)
     world.settle()
@@ -578,7 +569,7 @@ def test_messages_of_a_batch_are_read_only(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("size", [10, 2000])
 def test_keep_last_has_at_most_one_message_on_the_wire(size: int) -> None:
     """What waits is replaced; what has begun is always finished."""
-    world = subscribed("b", keep=1)
+    world = subscribed("a", "b", keep=1)
     kind = wire.DATA if size <= INLINE_BYTES else wire.CHUNK
     for number in range(30):
         assert world["a"].publish("t", bytes([number]) * size)
@@ -698,7 +689,7 @@ def test_a_retained_message_cut_off_on_its_way_comes_in_the_next_session(
 
 def test_flush_marks_are_reached_when_the_inbox_has_it_all() -> None:
     """For every subscriber, also one that began with an older retained message."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     a = world["a"]
     a.publish("t", b"0", retain=True)
     a.publish("t", b"1")
@@ -717,7 +708,7 @@ def test_flush_marks_are_reached_when_the_inbox_has_it_all() -> None:
 
 def test_a_dead_subscriber_does_not_hold_flush_up() -> None:
     """Its marks are settled, and what it lacked is counted."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     world.partition("a", "b")
     world["a"].publish("t", b"1")
     marks = world["a"].mesh.publisher.marks()
@@ -731,7 +722,7 @@ def test_who_gives_a_subscriber_up_says_what_it_lacks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """That may be the last that anybody hears of it."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     a, session = world["a"].mesh, world["a"].session(world["b"])
     world.partition("a", "b")
     world["a"].publish("t", b"1")
@@ -753,7 +744,7 @@ def test_the_log_says_what_a_dead_subscriber_lacks(
 ) -> None:
     """Whether its end is seen or another life of it tells; a warning, if anything."""
     caplog.set_level(logging.DEBUG, "mq")
-    world = subscribed("b")
+    world = subscribed("a", "b")
     world.partition("a", "b")
     for _ in range(lacking):
         world["a"].publish("t", b"x")
@@ -772,7 +763,7 @@ def test_who_leaves_lacks_nothing_that_anybody_is_warned_of(
 ) -> None:
     """It wants no more; who looks for an error finds what it was."""
     caplog.set_level(logging.DEBUG, "mq")
-    world = subscribed("b")
+    world = subscribed("a", "b")
     a, b = world["a"], world["b"]
     b.mesh.leave("left")
     a.publish("t", b"x")
@@ -788,7 +779,7 @@ def test_who_dies_while_this_member_leaves_is_left_to_close(
 ) -> None:
     """Which says what it could not deliver, whoever lacks it: once is enough."""
     caplog.set_level(logging.DEBUG, "mq")
-    world = subscribed("b")
+    world = subscribed("a", "b")
     world.partition("a", "b")
     world["a"].publish("t", b"x")
     world["a"].mesh.leave("closed")
@@ -803,7 +794,7 @@ def test_what_was_replaced_a_lost_subscriber_does_not_lack(
     caplog: pytest.LogCaptureFixture, keep: int, lacking: int
 ) -> None:
     """By the counter, the log and what `close` says alike."""
-    world = subscribed("b", keep=keep)
+    world = subscribed("a", "b", keep=keep)
     a, session = world["a"].mesh, world["a"].session(world["b"])
     for _ in range(5):
         world["a"].publish("t", b"received")
@@ -823,7 +814,7 @@ def test_of_many_topics_that_a_subscriber_lacks_some_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And of the rest, how many messages on how many."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     a, b = world["a"], world["b"]
     topics = [f"topic {number}" for number in range(15)]
     for topic in topics:
@@ -841,7 +832,7 @@ def test_of_many_topics_that_a_subscriber_lacks_some_are_named(
 
 def test_a_large_message_delays_no_other_topic() -> None:
     """Chunks and small messages of another topic take turns."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     world["b"].subscribe("u")
     world.settle()
     world["a"].link.capacity = 2
@@ -868,7 +859,7 @@ def test_small_messages_beside_large_ones_are_never_left_behind(capacity: int) -
     """
     for seed in range(100):
         chance = random.Random(seed)
-        world = subscribed("b")
+        world = subscribed("a", "b")
         a, b = world["a"], world["b"]
         b.subscribe("u")
         a.subscribe("r")
@@ -901,7 +892,7 @@ def test_small_messages_beside_large_ones_are_never_left_behind(capacity: int) -
 
 def test_small_messages_are_batched_while_an_answer_is_out() -> None:
     """One frame at once, the others together, at the latest after a millisecond."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     publish_once(world)
     batches = frames_to(world, world["b"], wire.DATA)
     for number in range(100):
@@ -916,7 +907,7 @@ def test_small_messages_are_batched_while_an_answer_is_out() -> None:
 @pytest.mark.parametrize("goes_on", [True, False], ids=["more", "no more"])
 def test_credit_is_answered_along_with_what_it_lets_out(goes_on: bool) -> None:
     """Its sender waits for no answer: one goes alone only where nothing else does."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     publish_once(world)
     a, b = world["a"], world["b"]
     publish_until_full(world, "a")
@@ -942,7 +933,7 @@ def test_credit_is_answered_along_with_what_it_lets_out(goes_on: bool) -> None:
 
 def test_a_full_batch_does_not_wait() -> None:
     """A batch leaves when it is full, whatever is unanswered."""
-    world = subscribed("b", depth=4 * BATCH_MESSAGES)
+    world = subscribed("a", "b", depth=4 * BATCH_MESSAGES)
     publish_once(world)
     batches = frames_to(world, world["b"], wire.DATA)
     for _ in range(BATCH_MESSAGES + 1):
@@ -953,7 +944,7 @@ def test_a_full_batch_does_not_wait() -> None:
 
 def test_unsubscribing_ends_the_old_stream_for_good() -> None:
     """A new subscription to the same topic never sees what was under way."""
-    world = subscribed("b")
+    world = subscribed("a", "b")
     for number in range(20):
         assert world["a"].publish("t", b"old %d" % number)
         assert world["a"].publish("t", b"old" * 100)
@@ -971,7 +962,7 @@ def test_unsubscribing_ends_the_old_stream_for_good() -> None:
 
 def test_a_subscription_that_ended_with_a_batch_held_is_sent_nothing_more() -> None:
     """Nor is what is published later looked for where the log was trimmed."""
-    world = subscribed("b", "c")
+    world = subscribed("a", "b", "c")
     publish_once(world)
     for _ in range(3):
         assert world["a"].publish("t", b"held")
@@ -991,7 +982,7 @@ def test_a_transfer_survives_a_break_at_any_point() -> None:
     for delivered in range(14):
         for lose in range(3):
             for pieces in (1, 3):
-                world = subscribed("b")
+                world = subscribed("a", "b")
                 world["b"].link.pieces = pieces
                 assert world["a"].publish("t", LARGE)
                 assert world["a"].publish("t", b"small")
@@ -1088,7 +1079,7 @@ def test_a_sender_that_announces_too_much_is_cut_off(size: int) -> None:
 
 def test_a_sender_without_credit_is_cut_off() -> None:
     """Whoever ignores the window cannot fill this member's memory."""
-    world = subscribed("b", depth=2)
+    world = subscribed("a", "b", depth=2)
     (feed,) = world["a"].mesh.publisher.topic("t").feeds
     feed.credit_messages = 1000
     feed.topic.refresh()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from scripted import Parcel, ScriptedConn, numbered
-from world import World
+from world import World, subscribed
 
 from mq.errors import MessagesLost
 from mq.mesh import backlog, wire
@@ -24,11 +24,9 @@ LARGE = bytes(range(251)) * 8
 pytestmark = pytest.mark.usefixtures("small_messages")
 
 
-def subscribed(*, lends: dict[str, int] | None = None, **options: int) -> World:
+def active(**options: Any) -> World:
     """A world in which `b` is subscribed to t, and has had a message of `a`."""
-    world = World("a", "b", lends=lends)
-    world["b"].subscribe("t", **options)
-    world.settle()
+    world = subscribed("a", "b", **options)
     assert world["a"].publish("t", b"active")
     world.settle()
     assert world["b"].payloads() == [b"active"]
@@ -38,7 +36,7 @@ def subscribed(*, lends: dict[str, int] | None = None, **options: int) -> World:
 
 def test_what_goes_alone_does_not_overtake_a_frame_that_waits() -> None:
     """Frames travel in the order of their numbers, whoever sends the last of them."""
-    world = subscribed()
+    world = active()
     a, b = world["a"], world["b"]
     a.session(b).control(wire.ACCEPTS, [])
     seen: list[int] = []
@@ -79,7 +77,7 @@ def tamper_once(world: World, change: Callable[[Parcel], Parcel]) -> None:
 
 def test_a_gap_in_the_numbers_breaks_the_connection_and_loses_nothing() -> None:
     """A link that loses a message is not believed: the session is resumed."""
-    world = subscribed()
+    world = active()
     tamper_once(world, _renumbered(1))
     assert world["a"].publish("t", b"x")
     world.advance(1.0)
@@ -91,7 +89,7 @@ def test_a_gap_in_the_numbers_breaks_the_connection_and_loses_nothing() -> None:
 @pytest.mark.parametrize("payload", [b"x", LARGE])
 def test_a_frame_that_comes_twice_counts_once(payload: bytes) -> None:
     """Also the newest one, and with the body that belongs to it."""
-    world = subscribed()
+    world = active()
     a, b = world["a"], world["b"]
     (conn,) = world.net.between(a.link, b.link)
     assert a.publish("t", payload)
@@ -106,7 +104,7 @@ def test_a_frame_that_comes_twice_counts_once(payload: bytes) -> None:
 
 def test_both_ends_count_the_same_bytes() -> None:
     """Answers too, which alone say that a frame has come."""
-    world = subscribed()
+    world = active()
     a, b = world["a"], world["b"]
     for payload in (b"x", LARGE):
         assert a.publish("t", payload)
@@ -119,7 +117,7 @@ def test_both_ends_count_the_same_bytes() -> None:
 
 def test_a_request_to_subscribe_is_carried_out_once() -> None:
     """Its frame comes again where an interrupt left it half handled."""
-    world = subscribed()
+    world = active()
     a, b = world["a"], world["b"]
     session = a.session(b)
     (feed,) = a.mesh.publisher.topic("t").feeds
@@ -210,7 +208,7 @@ def test_who_subscribes_anew_is_not_told_what_the_old_subscription_lost() -> Non
 
 def test_a_large_message_without_credit_takes_no_memory() -> None:
     """It is cut off at its first chunk, and not when all of it is there."""
-    world = subscribed(depth=2)
+    world = active(depth=2)
     a, b = world["a"], world["b"]
     (feed,) = a.mesh.publisher.topic("t").feeds
     feed.credit_messages = 1000
@@ -261,7 +259,7 @@ def _send_chunks(
 )
 def test_what_was_not_sent_of_a_message_is_zero(total: int, chunks: list[Part]) -> None:
     """It may be said to be no pad; what the memory held before is nobody's."""
-    world = subscribed()
+    world = active()
     expected = bytearray(total)
     for offset, part, body in chunks:
         expected[offset : offset + len(part)] = part
@@ -277,7 +275,7 @@ def test_what_was_not_sent_of_a_message_is_zero(total: int, chunks: list[Part]) 
 @pytest.mark.parametrize("offset", [0, 1, 50, 99, 164])
 def test_a_chunk_that_does_not_follow_breaks_the_connection(offset: int) -> None:
     """Taken for one that came again, it would be missing without a word."""
-    world = subscribed()
+    world = active()
     _send_chunks(world, 1, 300, (0, b"x" * 100, b""), (offset, b"y" * 101, b""))
 
     assert world["b"].mesh.stats.malformed
@@ -286,7 +284,7 @@ def test_a_chunk_that_does_not_follow_breaks_the_connection(offset: int) -> None
 
 def test_a_chunk_that_comes_again_is_the_same() -> None:
     """Its sender, or who takes it, was interrupted in the middle of it."""
-    world = subscribed()
+    world = active()
     first = (0, b"x", b"y" * 100)
     _send_chunks(world, 1, 264, first, first, (164, b"", b"z" * 100))
 
@@ -298,7 +296,7 @@ def test_a_chunk_that_comes_again_is_the_same() -> None:
 @pytest.mark.parametrize("after", ["chunk", "batch", "lent"])
 def test_a_message_that_is_given_up_breaks_the_connection(after: str) -> None:
     """Of who keeps all, with the next on its topic: it would be lost without a word."""
-    world = subscribed(lends={"a": 1 << 20, "b": 1 << 20} if after == "lent" else None)
+    world = active(lends={"a": 1 << 20, "b": 1 << 20} if after == "lent" else None)
     a, b = world["a"], world["b"]
     _send_chunks(world, 1, 300, (0, b"x" * 100, b""), last=None)
     assert not b.mesh.stats.malformed
@@ -317,7 +315,7 @@ def test_a_message_that_is_given_up_breaks_the_connection(after: str) -> None:
 
 def test_a_message_that_is_given_up_is_dropped_by_who_keeps_the_last() -> None:
     """Its publisher may have been interrupted, and has a newer one; it is counted."""
-    world = subscribed(keep=1)
+    world = active(keep=1)
     b = world["b"]
     _send_chunks(world, 1, 300, (0, b"x" * 100, b""), last=None)
     _send_chunks(world, 2, 100, (0, b"y" * 100, b""))
@@ -341,7 +339,7 @@ def _ask(world: World, *topics: str, first: int = 1000) -> None:
 )
 def test_what_no_member_subscribes_to_breaks_the_connection(topics: list[str]) -> None:
     """A topic with thousands of subscriptions would hold everybody up."""
-    world = subscribed()
+    world = active()
     mesh = world["a"].mesh
     before = set(mesh.publisher.topics)
     _ask(world, *topics)
@@ -352,7 +350,7 @@ def test_what_no_member_subscribes_to_breaks_the_connection(topics: list[str]) -
 
 def test_topics_that_only_peers_have_named_go_with_them() -> None:
     """Else a peer could have any number of them kept."""
-    world = subscribed()
+    world = active()
     mesh = world["a"].mesh
     before = set(mesh.publisher.topics)
     for number in range(3):
@@ -375,7 +373,7 @@ def test_topics_that_only_peers_have_named_go_with_them() -> None:
 def test_who_takes_no_answers_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept until they are received, and a peer asks as often as it likes."""
     monkeypatch.setattr(backlog, "MOST_ANSWER_BYTES", 20_000)
-    world = subscribed()
+    world = active()
     a, b = world["a"], world["b"]
     ours, theirs = a.session(b), b.session(a)
     (subscription,) = ours.feeds
@@ -401,7 +399,7 @@ def test_a_long_list_holds_nobody_else_up(
     kind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A topic's limits are derived once per frame, and then others have their turn."""
-    world = subscribed()
+    world = active()
     a, b = world["a"], world["b"]
     ours, theirs = a.session(b), b.session(a)
     (feed,) = ours.feeds.values()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from world import WHOLE_BYTES, Member, World
+from world import WHOLE_BYTES, Member, World, subscribed
 
 from mq.codec import Codec
 from mq.mesh import wire
@@ -19,12 +19,9 @@ assert len(LARGE) <= WHOLE_BYTES < len(TOO_LARGE)
 pytestmark = pytest.mark.usefixtures("small_messages")
 
 
-def subscribed(wholes: str = "ab", **options: object) -> tuple[World, Member, Member]:
+def pair(wholes: str = "ab", **options: object) -> tuple[World, Member, Member]:
     """A publisher `a`, and `b` that is subscribed to two topics."""
-    world = World("a", "b", wholes=wholes, **options)
-    for topic in ("t", "u"):
-        world["b"].subscribe(topic)
-    world.settle()
+    world = subscribed("a", "b", topics="tu", wholes=wholes, **options)
     return world, world["a"], world["b"]
 
 
@@ -37,7 +34,7 @@ def chunks_under_way(world: World) -> list[wire.Chunk]:
 
 def test_a_message_is_one_body_and_stays_where_it_arrives() -> None:
     """The sender copies it once, and the receiver takes no memory."""
-    world, a, b = subscribed()
+    world, a, b = pair()
     assert a.publish("t", LARGE)
     (chunk,) = chunks_under_way(world)
     world.settle()
@@ -57,7 +54,7 @@ def test_what_cannot_stay_is_copied_by_the_receiver(
     wholes: str, message: bytes
 ) -> None:
     """What the sender's links can do says nothing of the receiver's."""
-    world, a, b = subscribed(wholes)
+    world, a, b = pair(wholes)
     assert a.publish("t", message)
     world.settle()
 
@@ -67,7 +64,7 @@ def test_what_cannot_stay_is_copied_by_the_receiver(
 
 def test_a_message_is_cut_where_a_large_body_would_do_harm() -> None:
     """To one of its subscribers: all get the same chunks."""
-    world, a, b = subscribed()
+    world, a, b = pair()
     c = world.join("c")
     c.subscribe("t")
     world.settle()
@@ -87,7 +84,7 @@ def test_a_message_is_cut_where_a_large_body_would_do_harm() -> None:
 
 def test_what_nobody_gets_is_not_copied() -> None:
     """A message without a subscriber takes no memory."""
-    world, a, _ = subscribed()
+    world, a, _ = pair()
     assert a.publish("nobody's", LARGE)
     world.settle()
 
@@ -97,7 +94,7 @@ def test_what_nobody_gets_is_not_copied() -> None:
 @pytest.mark.parametrize("lead", [8, 64])
 def test_what_precedes_a_body_is_no_part_of_the_message(lead: int) -> None:
     """The engine has the body at an address of its own, where that aligns the rest."""
-    world, a, b = subscribed(leads=(lead,))
+    world, a, b = pair(leads=(lead,))
     seen: list[bytes] = []
     world.net.watcher = lambda conn, parcel: seen.append(bytes(parcel[1]))
     assert a.publish("t", LARGE)
@@ -114,7 +111,7 @@ def test_what_precedes_a_body_is_no_part_of_the_message(lead: int) -> None:
 @pytest.mark.parametrize("lead", [0, 8])
 def test_a_body_at_an_odd_address_is_copied(lead: int, skew: int) -> None:
     """By its receiver: the engine's memory may be anywhere."""
-    world, a, b = subscribed(leads=(lead,))
+    world, a, b = pair(leads=(lead,))
     b.link.skew = skew
     assert a.publish("t", LARGE)
     world.settle()
@@ -128,7 +125,7 @@ def test_a_body_goes_over_a_connection_with_another_lead(
     leads: tuple[int, int],
 ) -> None:
     """As where a session goes on over another wire; without a lead it is copied."""
-    world, a, b = subscribed(leads=leads)
+    world, a, b = pair(leads=leads)
     assert a.publish("t", LARGE)
     world.cut("a", "b", lose_one=1)
     world.advance(5.0)
@@ -145,7 +142,7 @@ def test_a_body_goes_over_a_connection_with_another_lead(
 @pytest.mark.parametrize("lost", range(4))
 def test_a_body_that_was_lost_is_sent_again(lost: int, leads: tuple[int, ...]) -> None:
     """Each message once and in order, whatever a break has swallowed."""
-    world, a, b = subscribed(leads=leads)
+    world, a, b = pair(leads=leads)
     messages = [LARGE, b"small", LARGE[::-1]]
     for message in messages:
         assert a.publish("t", message)
@@ -157,7 +154,7 @@ def test_a_body_that_was_lost_is_sent_again(lost: int, leads: tuple[int, ...]) -
 
 def test_a_body_that_comes_twice_is_dropped() -> None:
     """By the number of its frame, before it is looked at."""
-    world, a, b = subscribed()
+    world, a, b = pair()
     (conn,) = world.net.between(a.link, b.link)
     assert a.publish("t", LARGE)
     conn.flight.append(conn.flight[-1])
@@ -169,7 +166,7 @@ def test_a_body_that_comes_twice_is_dropped() -> None:
 
 def test_a_body_that_nobody_wants_any_more_is_dropped() -> None:
     """It was under way when the subscription ended."""
-    world, a, b = subscribed()
+    world, a, b = pair()
     assert a.publish("t", LARGE)
     b.unsubscribe("t")
     assert a.publish("u", LARGE)
@@ -180,7 +177,7 @@ def test_a_body_that_nobody_wants_any_more_is_dropped() -> None:
 
 def test_a_body_beyond_the_limit_breaks_the_connection() -> None:
     """As a chunk of such a message does."""
-    world, a, b = subscribed(max_message_bytes=2000)
+    world, a, b = pair(max_message_bytes=2000)
     session = a.session(b)
     (subscription,) = (f for f, feed in session.feeds.items() if feed.topic.name == "t")
     head = wire.HEADER.pack(wire.CHUNK, 2, 0, session.number + 1, session.received)
@@ -197,7 +194,7 @@ def test_a_body_beyond_the_limit_breaks_the_connection() -> None:
 
 def test_not_more_is_under_way_than_the_peer_answers() -> None:
     """The rest waits, and small messages of other topics pass it."""
-    world, a, b = subscribed()
+    world, a, b = pair()
     for number in range(5):
         assert a.publish("t", LARGE[number:])
     under_way = len(chunks_under_way(world))
@@ -230,7 +227,7 @@ def test_a_whole_message_is_what_its_parts_are_together(lead: int) -> None:
 
 def test_a_retained_message_is_cut() -> None:
     """It may go to a later subscriber, to whom a large body would do harm."""
-    world, a, b = subscribed()
+    world, a, b = pair()
     assert a.publish("t", LARGE, retain=True)
     under_way = chunks_under_way(world)
     world.settle()

@@ -25,6 +25,7 @@ from meeting import (
     record,
     store_port,
 )
+from refusals import unknown_host
 
 from mq.errors import ConnectTimeout, PeerLost
 from mq.rendezvous import Rendezvous, open_rendezvous, torchrun
@@ -67,11 +68,7 @@ def test_env_says_who_begins_the_store_that_no_agent_hosts() -> None:
 
 def test_env_names_an_unknown_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens there, but that is not what is wrong."""
-
-    def unknown(*_: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_host)
     environ = dict.fromkeys(torchrun.VARIABLES, "1")
     environ["MASTER_ADDR"] = "unknown.invalid"
     with pytest.raises(ConnectTimeout, match=r"'unknown.invalid' .* no known host"):

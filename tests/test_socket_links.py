@@ -20,6 +20,7 @@ import nng_links
 import pytest
 from link_fixtures import own_temporary_directory
 from nng_links import nng_runs
+from refusals import no_descriptor
 from tls_files import tls_options
 
 from mq.mesh.poller import Poller
@@ -346,11 +347,7 @@ def test_a_dial_without_descriptors_is_lost(
     """Where no socket can be made, dial does not raise: LOST says why."""
     with World(LINKS[name], 1) as world:
         (member,) = world.members
-
-        def refuse(*arguments: object) -> socket.socket:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-        monkeypatch.setattr(socket, "socket", refuse)
+        monkeypatch.setattr(socket, "socket", no_descriptor)
         conn = member.link.dial(member.addresses[0])
         monkeypatch.undo()
         world.lost(0, conn)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from world import Member, World
+from world import Member, World, subscribed
 
 import mq
 from mq import stats
@@ -26,11 +26,9 @@ def counters(member: Member, topic: str = "t") -> dict[str, Any]:
     return found
 
 
-def subscribed(keep: int | None) -> tuple[World, Member, Member]:
+def listening(keep: int | None) -> tuple[World, Member, Member]:
     """Two members, of which the second is subscribed to t."""
-    world = World("a", "b")
-    world["b"].subscribe("t", keep)
-    world.settle()
+    world = subscribed("a", "b", keep=keep)
     return world, world["a"], world["b"]
 
 
@@ -44,7 +42,7 @@ def accounted(member: Member) -> int:
 @pytest.mark.parametrize("arrive", [True, False])
 def test_what_was_replaced_is_counted_though_nobody_reads(arrive: bool) -> None:
     """Here or at its publisher; it is not counted again when others are read."""
-    world, a, b = subscribed(2)
+    world, a, b = listening(2)
     for _ in range(50):
         assert a.publish("t", b"x")
         if arrive:
@@ -61,7 +59,7 @@ def test_what_was_replaced_is_counted_though_nobody_reads(arrive: bool) -> None:
 @pytest.mark.parametrize("read", [0, 1])
 def test_what_is_dropped_unread_leaves_no_gap_uncounted(end: str, read: int) -> None:
     """Of a subscription that ends."""
-    world, a, b = subscribed(3)
+    world, a, b = listening(3)
     for _ in range(40):
         assert a.publish("t", b"x")
         world.settle()
@@ -116,7 +114,7 @@ def test_each_message_is_counted_once_whenever_somebody_looks(keep: int) -> None
 @pytest.mark.parametrize("keep", [None, 2])
 def test_what_a_call_took_and_put_back_is_counted_once(keep: int | None) -> None:
     """Also where the subscription ends before another call has it."""
-    world, a, b = subscribed(keep)
+    world, a, b = listening(keep)
     for _ in range(2):
         assert a.publish("t", b"x")
     world.settle()
@@ -228,7 +226,7 @@ def test_what_a_subscriber_is_still_to_have_is_queued_for_it(
     keep: int | None, lacking: int
 ) -> None:
     """Whether it is in a frame, and how much of that the wire has taken, or not."""
-    world, a, b = subscribed(keep)
+    world, a, b = listening(keep)
     for capacity in (0, 1, 1000):
         a.link.capacity = capacity
         world.partition("a", "b")

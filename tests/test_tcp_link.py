@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from refusals import unknown_host
 
 from mq.mesh.poller import Poller
 from mq.stream import passing
@@ -289,11 +290,7 @@ def test_a_name_with_several_addresses_is_dialled_at_each(
 def test_an_unknown_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dial does not raise: LOST says what the resolver said."""
     with World(TcpLink, 1) as world:
-
-        def unknown(*arguments: object, **options: object) -> list[object]:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-        monkeypatch.setattr(socket, "getaddrinfo", unknown)
+        monkeypatch.setattr(socket, "getaddrinfo", unknown_host)
         conn = world.members[0].link.dial("tcp://nobody.invalid:1")
         world.lost(0, conn)
         assert "nobody.invalid" in world.members[0].events[0].reason

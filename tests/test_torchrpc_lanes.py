@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +13,11 @@ from lane_worlds import (
     a_piece,
     arrived,
     lane_of,
-    lane_world,
     later,
     messages,
     reasons,
     sharing_of,
+    world,
 )
 from torchrpc_links import rpc_conn
 
@@ -32,11 +31,7 @@ from transports._torchrpc_native import Heap
 from transports._torchrpc_outboxes import HEADER_BYTES, PLACES, Outbox
 from transports._torchrpc_pieces import weight_of
 
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with lane_world(monkeypatch) as world:
-        yield world
+__all__ = ["world"]  # fixtures
 
 
 # -- what leaves ----------

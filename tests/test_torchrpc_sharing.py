@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +16,11 @@ from lane_worlds import (
     check_places,
     in_vain,
     lane_of,
-    lane_world,
     later,
     mapping,
     sharing_of,
     unmappable,
+    world,
 )
 from torchrpc_links import rpc_conn
 
@@ -34,11 +33,7 @@ from transports import _torchrpc_outboxes as outboxes
 from transports._torchrpc_control import Greeting
 from transports._torchrpc_sharing import Sharing
 
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with lane_world(monkeypatch) as world:
-        yield world
+__all__ = ["world"]  # fixtures
 
 
 # -- what fails ----------
@@ -215,7 +210,7 @@ def test_a_link_that_is_closed_leaves_nothing_mapped_whose_copy_is_done() -> Non
 def test_nothing_is_left_of_a_connection_whose_tensors_wait(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closed, lost, or with its link; `lane_world` looks."""
+    """Closed, lost, or with its link; `world` looks."""
     pairs = [world.connect() for _ in range(3)]
     for conn, _ in pairs:
         assert conn.try_send_piece(b"never", a_piece(1, HostEvent()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from scripted import ScriptedLink, ScriptedNet
@@ -468,3 +468,21 @@ class World:
     def settle(self) -> None:
         """Let batches, answers and first dials come through."""
         self.advance(0.05)
+
+
+def subscribed(
+    *names: str,
+    by: Sequence[str] | None = None,
+    topics: Sequence[str] = ("t",),
+    keep: int | None = None,
+    depth: int = 1000,
+    window_bytes: int = 1 << 28,
+    **options: Any,
+) -> World:
+    """A world of these members; subscribed are some, else all but the first."""
+    world = World(*names, **options)
+    for name in names[1:] if by is None else by:
+        for topic in topics:
+            world[name].subscribe(topic, keep, depth, window_bytes)
+    world.settle()
+    return world
