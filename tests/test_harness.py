@@ -393,6 +393,20 @@ def _on_one_core(worker: Any) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
+def _spin_until_told(worker: Any) -> None:
+    worker.told = False
+    while not worker.told:
+        pass
+
+
+def _is_spinning(worker: Any) -> bool:
+    return hasattr(worker, "told")
+
+
+def _tell(worker: Any) -> None:
+    worker.told = True
+
+
 def _spin(worker: Any, seconds: float) -> float:
     """Use the processor so long; when that ended, by the clock of all processes."""
     until = time.thread_time() + seconds
@@ -402,14 +416,19 @@ def _spin(worker: Any, seconds: float) -> float:
 
 
 def test_time_without_a_core_is_not_the_programs(processes: Group) -> None:
-    """Two that want the same one for as long get half of it each."""
+    """Two that want the same one get half of it each."""
     one, other = (processes.process(name) for name in ("one", "other"))
     for host in (one, other):
         host.ask(_on_one_core).result()
-    busy = other.ask(_spin, 1.0)
+    busy = other.ask(_spin_until_told)
+    waiting.wait_until(
+        lambda: other.ask(_is_spinning, worker_main=False).result(),
+        "the other to want the core",
+    )
     watch = waiting.Stopwatch(one.pid)
     ended = one.ask(_spin, 0.3).result()
     assert watch.seconds(ended) < ended - watch.began - 0.1
+    other.ask(_tell, worker_main=False).result()
     busy.result()
     assert sum(waiting.ready_seconds(one.pid).values()) > 0.1
     one.kill()
