@@ -24,7 +24,7 @@ CONFORMANCE = str(_HERE / "test_conformance.py")
 _BENCH = sorted(map(str, _HERE.glob("test_bench*.py")))
 _APPS = sorted(map(str, _HERE.glob("test_apps_*.py")))
 _NNG = "nng"
-_RPC = "torchrpc or [tcp-"
+_RPC = "torchrpc or [tcp- or [tls-"
 _LONG = sorted(
     str(path)
     for name in ("soak", "third_party", "torchrpc_*")
@@ -48,19 +48,21 @@ _ELSEWHERE = (CONFORMANCE, _INTERRUPTS, *_BENCH, *_APPS, *_LONG, *_ENGINES)
 IN_PYTHON = "some of all, with nothing compiled"
 PARTS = {
     "conformance of the others": [CONFORMANCE, "-k", f"not ({_NNG} or {_RPC})"],
-    "soak, torchrpc": _LONG,
-    "applications": _APPS,
     "links and rendezvous": sorted({*_ENGINES} - {*_LONG}),
-    "conformance of tcp and torchrpc": [CONFORMANCE, "-k", f"({_RPC}) and not {_NNG}"],
     "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
+    "soak, torchrpc": _LONG,
+    "conformance of tcp, tls and torchrpc": [
+        *(CONFORMANCE, "-k", f"({_RPC}) and not {_NNG}"),
+    ],
     "conformance of nng": [CONFORMANCE, "-k", _NNG],
+    "the bench": _BENCH,
+    "applications": _APPS,
+    "interrupts": [_INTERRUPTS],
     IN_PYTHON: [
         *(str(_HERE / f"test_{name}.py") for name in ("codec", "mesh_flow")),
         CONFORMANCE,
         *("-k", "(test_codec or test_mesh_flow or inproc or [shm-) and not two_gib"),
     ],
-    "the bench": _BENCH,
-    "interrupts": [_INTERRUPTS],
 }
 LIMIT_SECONDS = 3600.0
 PROGRESS_SECONDS = 30.0

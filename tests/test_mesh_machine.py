@@ -494,7 +494,7 @@ class MeshMachine(RuleBasedStateMachine):
 
 settings.register_profile(
     "ci",
-    max_examples=300,
+    max_examples=200,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
