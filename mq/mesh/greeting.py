@@ -13,7 +13,6 @@ from mq.mesh.dial import MAX_GREETERS, Dial, Granted, Greeter
 from mq.mesh.dialling import Dialling
 from mq.mesh.faults import LinkFault, Message
 from mq.mesh.handshake import Greeting, Refusal
-from mq.mesh.wire import Malformed
 from mq.transport import Event, What
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class Greetings(Dialling):
             return
         try:
             if nbody or len(head) > hs.MAX_GREETING_BYTES + 256:
-                raise Malformed("handshake frame with a body or too large")
+                raise wire.Malformed("handshake frame with a body or too large")
             self._step(conn, greeter, bytes(head))
         except hs.VersionMismatch as error:
             reason = f"{conn.address}: {error}"
@@ -99,7 +98,7 @@ class Greetings(Dialling):
                 self._refuse(conn, greeter, hs.VERSION, str(error))
             else:
                 self._end_dial(conn, greeter, greeter.dial, hs.VERSION, reason)
-        except Malformed as error:
+        except wire.Malformed as error:
             self._mesh.stats.malformed += 1
             self._mesh.setbacks.complain("a handshake", "", conn.address, error)
             self._fail(conn, greeter, f"malformed handshake: {error}")
@@ -125,7 +124,7 @@ class Greetings(Dialling):
             shake.check_distrust(raw)
             self._unproven(conn, greeter, "it says that its secret is another")
         else:
-            raise Malformed(f"handshake frame {kind} out of place")
+            raise wire.Malformed(f"handshake frame {kind} out of place")
 
     def _hear_listener(
         self, conn: Conn, greeter: Greeter, dial: Dial, raw: bytes
@@ -157,7 +156,7 @@ class Greetings(Dialling):
             refusal, proven = shake.refusal(raw)
             self._refused(conn, greeter, dial, refusal, proven)
         else:
-            raise Malformed(f"handshake frame {kind} out of place")
+            raise wire.Malformed(f"handshake frame {kind} out of place")
 
     def _send(self, conn: Conn, greeter: Greeter, frame: bytes) -> None:
         if not self._faults.is_true(conn.try_send, frame):
@@ -198,7 +197,8 @@ class Greetings(Dialling):
             if mesh.clock() < old.rests_until:
                 self._close(conn)  # it dials again
                 return
-            mesh.cut(old)  # what it still holds comes again, under other numbers maybe
+            if old.lends and not conn.lends:
+                mesh.cut(old)  # what it still holds comes again, under other numbers
             old.last_heard = mesh.clock()  # what follows may take a round trip
             greeter.granted = Granted(greeting, old.id, old)
             answer = mesh.config.greeting(old.id, old.received)
@@ -235,7 +235,7 @@ class Greetings(Dialling):
                 return
             try:
                 mesh.resume(session, conn, greeting.received)
-            except Malformed as error:
+            except wire.Malformed as error:
                 self._close(conn)
                 mesh.setbacks.malformed(session, error)
                 return
@@ -315,7 +315,7 @@ class Greetings(Dialling):
             elif not self._begin_dialled(conn, dial, welcome):
                 self._fail(conn, greeter, f"{conn.address}: it dials this member")
                 return
-        except Malformed as error:
+        except wire.Malformed as error:
             self._close(conn)
             dial.done = True
             assert old is not None
