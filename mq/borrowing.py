@@ -18,6 +18,7 @@ import mmap
 import os
 import select
 import struct
+import sys
 import threading
 import traceback
 import weakref
@@ -361,15 +362,23 @@ def let_go(area: object, error: BaseException) -> None:
     """Have an error keep no peer's memory, nor those that it comes of.
 
     The frames that they were raised in refer to the message, and to what was being made
-    of it. Where that is the receiver's own it is left for a debugger to see.
+    of it. Where that is the receiver's own it is left for a debugger to see. What the
+    application was handling when it called is none of them: its frames may go on.
     """
     if not (isinstance(area, memoryview) and is_borrowed(area)):
         return
+    callers, frame = set(), sys._getframe(1).f_back
+    while frame is not None:
+        callers.add(frame)
+        frame = frame.f_back
     errors: list[BaseException | None] = [error]
     seen: set[int] = set()  # an error may be its own cause
     while errors:
         found = errors.pop()
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            traceback.clear_frames(found.__traceback__)
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        trace = found.__traceback__  # it begins where the error was caught
+        if trace is None or trace.tb_frame not in callers:
+            traceback.clear_frames(trace)
             errors += [found.__cause__, found.__context__]

@@ -115,6 +115,31 @@ def test_an_error_that_is_kept_keeps_no_message(pair: Pair) -> None:
     assert all("in look_up" in text_of(error) for error in errors)
 
 
+def test_what_the_application_was_handling_is_left_alone(pair: Pair) -> None:
+    """Its frames may be those of a generator that goes on."""
+    a, b = pair
+
+    def rows() -> Iterator[ValueError]:
+        for number in range(3):
+            try:
+                raise ValueError(number)
+            except ValueError as error:  # noqa: PERF203
+                yield error
+
+    seen = []
+    for row in rows():
+        payload = Refusing(array_of(1))
+        payload.refuses = True
+        a.publish("t", payload, timeout=STEP)
+        try:
+            raise row
+        except ValueError:
+            with pytest.raises(mq.CodecError, match="it is refused"):
+                b.recv(timeout=STEP)
+        seen.append(row.args[0])
+    assert seen == [0, 1, 2]
+
+
 def test_nor_does_one_that_found_no_memory_for_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
