@@ -264,7 +264,7 @@ def _name_calls() -> None:
     for base in MQ.__mro__:
         for name, call in vars(base).items():
             while isinstance(call, FunctionType) and not name.startswith("_"):
-                call.__qualname__ = f"{MQ.__name__}.{name}"
+                call.__module__, call.__qualname__ = __name__, f"{MQ.__name__}.{name}"
                 call = getattr(call, "__wrapped__", None)  # as that of a context
 
 

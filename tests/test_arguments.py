@@ -55,6 +55,8 @@ def test_a_misspelt_option_is_of_a_call_that_users_know(pair: Pair, name: str) -
     """Not of a class behind it, which they would look for in vain."""
     with pytest.raises(TypeError, match=rf"^MQ\.{name}\(\) got an .* 'dept'$"):
         getattr(pair[0], name)(dept=1)
+    call = getattr(mq.MQ, name)
+    assert pickle.loads(pickle.dumps(call)) is call  # as where spawn is told of it
 
 
 @pytest.mark.parametrize("time", [-1, float("nan"), "1", True, b"", [1]], ids=repr)
