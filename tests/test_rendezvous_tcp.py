@@ -736,17 +736,19 @@ def test_a_host_that_stands_still_stops_no_keeper(
         with contextlib.closing(meet(port, timeout=1.0)) as member:
             mine = member.claim(record("x")).record
             freeze(host.pid)
-            asking: list[threading.Thread] = []
+            has_returned = threading.Event()
+            asked: list[bool] = []
             renew = member._store.renew
 
             def ask(mine: Record) -> bool:
-                asking.append(threading.current_thread())
+                asked.append(has_returned.wait(DEADLINE / 2))
                 return renew(mine)
 
             monkeypatch.setattr(member._store, "renew", ask)
             assert member.renew(mine)
-            eventually(lambda: bool(asking))
-            assert threading.current_thread() not in asking
+            has_returned.set()
+            eventually(lambda: bool(asked))
+            assert asked == [True]
             with pytest.raises(PeerLost, match="answer"):
                 member.records()
             os.kill(host.pid, signal.SIGCONT)
