@@ -107,7 +107,8 @@ class Receiving(Membership):
                 box[0] = self._finish(box[0])
             except Exception as error:
                 self._let_go(getattr(box[0], "area", None), error)
-                again = isinstance(error, MemoryError) and not box[0].again
+                is_final = getattr(box[0], "again", True)  # also what is no message
+                again = isinstance(error, MemoryError) and not is_final
                 box[0] = box[0]._replace(again=True) if again else None
                 raise
         return True

@@ -31,11 +31,9 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """A received message before it is decoded.
+    """A received message before it is decoded; `area` is what the codec wrote.
 
-    Attributes:
-        area: What the codec wrote.
-        again: Whether it comes again, as there was no memory to decode it.
+    It comes `again` where there was no memory to decode it.
     """
 
     source: Source
