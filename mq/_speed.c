@@ -742,17 +742,17 @@ is_set(PyObject *object, PyObject *name)
     return found;
 }
 
-/* Whether somebody has the driver's lock, or may not call it any more; -1 after an
+/* Whether somebody has the queue's lock, or may not call it any more; -1 after an
    error. */
 static int
-is_busy(PyObject *driver)
+is_busy(PyObject *lead)
 {
-    int busy = is_set(driver, str_closing);
+    int busy = is_set(lead, str_closing);
     if (busy == 0)
-        busy = is_set(driver, str_forked);
+        busy = is_set(lead, str_forked);
     if (busy != 0)
         return busy;
-    PyObject *lock = PyObject_GetAttr(driver, str_lock);
+    PyObject *lock = PyObject_GetAttr(lead, str_lock);
     PyObject *locked = lock == NULL ? NULL : PyObject_CallMethodNoArgs(lock, str_locked);
     busy = locked == NULL ? -1 : PyObject_IsTrue(locked);
     Py_XDECREF(locked);
@@ -764,7 +764,7 @@ static PyObject *
 pop_ready(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 3 || !PyList_CheckExact(args[2]) || PyList_GET_SIZE(args[2]) != 1) {
-        PyErr_SetString(PyExc_TypeError, "pop_ready(driver, inbox, [None])");
+        PyErr_SetString(PyExc_TypeError, "pop_ready(lead, inbox, [None])");
         return NULL;
     }
     PyObject *ready = PyObject_GetAttr(args[1], str_ready);

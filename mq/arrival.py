@@ -273,7 +273,7 @@ class Arrival:
         waiting: list[Entry] = []
         for entry in self._meeting.records():
             record = entry.record
-            with self._driver.lock:
+            with self._driver.lead.lock:
                 is_greeted = self._is_greeted(record)
                 dial = self._dials.get(record.incarnation)
                 is_due = dial is None or (dial.done and not dial.refusal)
@@ -305,7 +305,7 @@ class Arrival:
         fits = record.backend == self._mesh.config.backend
         if not fits or not within_reach(self._link, record.process):
             return True
-        with self._driver.lock:
+        with self._driver.lead.lock:
             dial = self._dials.get(who)
             if dial is None or who in self._mesh.sessions:
                 return False
@@ -348,7 +348,7 @@ class Arrival:
                 dial.raise_refusal()
 
     def _explain(self, waiting: Sequence[Entry]) -> str:
-        with self._driver.lock:
+        with self._driver.lead.lock:
             lines = [self._tell_of(entry.record) for entry in waiting]
         return (
             f"could not greet within {self._settings.connect_timeout:g} s: "

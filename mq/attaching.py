@@ -42,7 +42,7 @@ def dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:
         return any(d.refusal for d in dials) or all(map(reached, dials))
 
     arrived = driver.wait_until(settled, max(0.0, deadline - time.monotonic()))
-    with driver.lock:
+    with driver.lead.lock:
         for dial in dials:
             dial.raise_refusal()
         missing = "; ".join(

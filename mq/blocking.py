@@ -30,9 +30,9 @@ class BlockingQueue(Receiving):
     ) -> None:
         super().__init__(resolved, joined, codec, pool)
         self._topics: set[str] = set()
-        self._publish = self._driver.publish
+        self._publish = self._driver.publishing.publish
         self._known = self._mesh.publisher.used
-        self._lock = self._driver.lock
+        self._lock = self._lead.lock
         self._encode = codec.encode
 
     # -- publishing ----------
@@ -81,8 +81,9 @@ class BlockingQueue(Receiving):
 
     def _carried(self, topic: str, retain: bool) -> frozenset[str]:
         """Devices whose tensors stay there in the next message on a topic."""
-        devices = self._driver.devices
-        return devices if retain or not devices else self._driver.carried(topic)
+        publishing = self._driver.publishing
+        devices = publishing.devices
+        return devices if retain or not devices else publishing.carried(topic)
 
     def _new_topic(self, topic: str) -> str:
         topic = check_topic(topic)
@@ -126,7 +127,7 @@ class BlockingQueue(Receiving):
             MessageTooLarge: Some subscriber would refuse it, however it is filled.
             MemoryError: There is no memory for it here.
         """
-        self._driver.check()
+        self._lead.check()
         from mq import loans  # not before: in a forked child that could wait for ever
 
         topic, retain = check_topic(topic), switch("retain", retain)
@@ -134,11 +135,11 @@ class BlockingQueue(Receiving):
         nbytes = loans.room(shape, dtype)
         least = nbytes - loans.HEADER_BYTES
         self._driver.look(lambda: self._mesh.publisher.topic(topic).check_size(least))
-        block = self._driver.take_block(topic, nbytes, timeout)
+        block = self._driver.memory.take_block(topic, nbytes, timeout)
         memory = self._pool.take(nbytes) if block is None else block.area
         loaned = loans.lay_out(memory, shape, dtype)
         yield loaned
-        self._driver.check()  # in a child forked meanwhile it is not to be written to
+        self._lead.check()  # in a child forked meanwhile it is not to be written to
         frames = self._encode(loaned, topic)
         if block is not None:
             block = loans.finish(block, frames)
@@ -150,7 +151,7 @@ class BlockingQueue(Receiving):
         Raises:
             FlushTimeout: Some message is still on its way; it will go on.
         """
-        self._driver.check()
+        self._lead.check()
         marks = self._driver.marks()
         unsettled = self._mesh.publisher.unsettled
         if not self._driver.wait_until(lambda: not unsettled(marks), timeout):
@@ -202,7 +203,7 @@ class BlockingQueue(Receiving):
             ValueError, TypeError: Already subscribed with other options, or a bad
                 argument, also a device that is not there.
         """
-        self._driver.check()
+        self._lead.check()
         topic = check_topic(topic)
         options = check_options(history, depth, window_bytes, zero_copy, device)
         deadline_after(timeout)  # a bad one is refused before anything is begun

@@ -84,11 +84,11 @@ class Joined:
     def begin_upkeep(self, peer_timeout: float | None) -> None:
         """From now on see to the rendezvous, often enough for a lease to last."""
         driver, meeting = self.driver, self.meeting
-        driver.upkeep = self.upkeep
+        driver.lead.upkeep = self.upkeep
         lease = lease_seconds(peer_timeout)
-        driver.upkeep_seconds = min(lease / 4, MOST_UPKEEP_SECONDS)
+        driver.lead.upkeep_seconds = min(lease / 4, MOST_UPKEEP_SECONDS)
         if meeting is not None:
-            meeting.on_news = driver.upkeep_soon
+            meeting.on_news = driver.lead.upkeep_soon
             meeting.present = self.present
 
     def upkeep(self) -> None:
@@ -148,7 +148,7 @@ class Joined:
             known.update(dial.incarnation for dial in mesh.greetings.dials)
             return other.incarnation in known
 
-        if self.driver.look(is_known) or entry.expired or self.driver.closing:
+        if self.driver.look(is_known) or entry.expired or self.driver.lead.closing:
             return
         if not within_reach(self.link, other.process):
             return  # it will be told so itself
@@ -200,10 +200,10 @@ def join(
             f"{settings.backend} queue {settings.name!r} of group {settings.group!r}"
         )
         driver = Driver(mesh, poller, where)
-        stopper.on_stop(driver.end_calls)
+        stopper.on_stop(driver.lead.end_calls)
         joined = Joined(driver, link, poller, meeting, None, addresses, pool)
         joined.begin_upkeep(settings.peer_timeout)
-        driver.start()
+        driver.lead.start()
         if meeting is not None:
             arrival = Arrival(settings, driver, link, meeting, deadline)
             joined.record = arrival.claim()
@@ -214,7 +214,7 @@ def join(
         more = "".join(f", {k} {v}" for k, v in driver.look(link.describe).items())
     except BaseException:
         if driver is not None:
-            driver.end_calls()
+            driver.lead.end_calls()
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 driver.leave("could not join", 0.0)
         _free(link, poller, meeting, driver)
@@ -274,13 +274,13 @@ def _free(
 ) -> None:
     """Close what a member has, as far as it has come."""
     if driver is not None:
-        driver.stop()
+        driver.lead.stop()
     if meeting is not None:
         meeting.close()
     if driver is None:
         link.close(linger)
     else:
-        with driver.lock:
+        with driver.lead.lock:
             driver.mesh.close(linger)
     poller.close()
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from mq.mesh.driver import Driver
+    from mq.mesh.lead import Lead
 
 LOOP_SECONDS: Final = 0.005
 """How long calls that need not wait keep an event loop."""
@@ -69,11 +69,11 @@ class Lines:
 
     def __init__(
         self,
-        driver: Driver,
+        lead: Lead,
         loop: asyncio.AbstractEventLoop,
         known: dict[asyncio.AbstractEventLoop, Lines],
     ) -> None:
-        self._driver = driver
+        self._lead = lead
         self.loop = loop
         self._known = known
         self._places: set[Place] = set()
@@ -83,16 +83,16 @@ class Lines:
 
     def enter(self, place: Place) -> None:
         """From now on the loop is told of what changes."""
-        with self._driver.lock:
+        with self._lead.lock:
             self._known[self.loop] = self
             self._places.add(place)
-            self._driver.listen(self._tell)
+            self._lead.listen(self._tell)
 
     def stand(self, place: Place, what: object, moves: Callable[[], bool]) -> None:
         """Put a place at the end of a line, unless it is in that already."""
         if place.what is not what:
             if place.what is not None:
-                with self._driver.lock:
+                with self._lead.lock:
                     self._step_out(place)
             place.what = what
         line = self._lines.get(what)
@@ -102,7 +102,7 @@ class Lines:
 
     def leave(self, place: Place) -> None:
         """The call ends; may be repeated."""
-        with self._driver.lock:
+        with self._lead.lock:
             self._leave(place)
 
     def leave_alone(self, place: Place) -> None:
@@ -114,7 +114,7 @@ class Lines:
         self._step_out(place)
         self._places.discard(place)
         if not self._places:
-            self._driver.unlisten(self._tell)
+            self._lead.unlisten(self._tell)
             self._known.pop(self.loop, None)
 
     def _step_out(self, place: Place) -> None:
@@ -144,13 +144,13 @@ class Lines:
 
     def _look(self) -> None:
         self.due = None
-        driver = self._driver
+        lead = self._lead
         try:
-            with driver.lock:
+            with lead.lock:
                 while self._left_alone:
                     self._leave(self._left_alone[0])
                     self._left_alone.popleft()
-                has_ended = driver.closing or driver.mesh.replaced or driver.forked
+                has_ended = lead.closing or lead.mesh.replaced or lead.forked
                 for line in list(self._lines.values()):
                     if has_ended:
                         line.call_all()
@@ -163,7 +163,7 @@ class Lines:
     def make_sure(self, place: Place, woken: asyncio.Future[None]) -> None:
         """In the loop, after a task that was called: it has looked, or never will."""
         if place.woken is woken:
-            with self._driver.lock:
+            with self._lead.lock:
                 self._step_out(place)
 
 

@@ -46,6 +46,7 @@ class Membership:
         self._settings = resolved
         self._joined = joined
         self._driver = joined.driver
+        self._lead = joined.driver.lead
         self._mesh = joined.driver.mesh
         self._codec = codec
         self._pool = pool
@@ -84,7 +85,7 @@ class Membership:
 
     def members(self) -> list[Member]:
         """Who is in the group, this member included, by name."""
-        self._driver.check()
+        self._lead.check()
 
         def present() -> list[Greeting]:
             peers = [s.peer for s in self._mesh.sessions.values() if s.introduced]
@@ -126,7 +127,7 @@ class Membership:
     def subscribers(self, topic: str) -> list[str]:
         """Names of the other members subscribed to a topic."""
         topic = check_topic(topic)
-        self._driver.check()
+        self._lead.check()
         return self._driver.look(lambda: self._mesh.publisher.subscribers(topic))
 
     def wait_for_subscribers(
@@ -170,7 +171,7 @@ class Membership:
         `recv`.
         """
         driver = self._driver
-        counters = driver.look(lambda: stats.of_mesh(self._mesh, driver.waited()))
+        counters = driver.look(lambda: stats.of_mesh(self._mesh, driver.waits.waited()))
         return {**counters, "pool": self._pool.stats()._asdict()}
 
     def describe(self) -> dict[str, Any]:
@@ -243,18 +244,18 @@ class Membership:
     def _close(self, linger: float | None, stopper: Stopper) -> None:
         """As `close`, which delivers no longer than until it is stopped."""
         linger = float("inf") if linger is None else linger
-        driver = self._driver
-        if driver.forked:
+        driver, lead = self._driver, self._lead
+        if lead.forked:
             return
         linger, begin = seconds("linger", linger), time.monotonic()
-        driver.end_calls()
+        lead.end_calls()
         me = threading.get_ident()
         if self._freer == me or (self._close_lock.locked() and self._closer == me):
             return  # this is a handler, in the middle of doing so
-        if driver.is_in_the_middle():
+        if lead.is_in_the_middle():
             threading.Thread(target=self.close, args=(linger,), daemon=True).start()
             return
-        while not self._freed.is_set() and not driver.forked:
+        while not self._freed.is_set() and not lead.forked:
             if self._closed or self._close_lock.locked():
                 # Another thread closes it, maybe one that an interrupt left it to. Not
                 # every signal ends a wait for a lock, and a handler that came into one
@@ -271,13 +272,13 @@ class Membership:
 
     def close_at_exit(self, linger: float) -> None:
         """As `close`, which the caller of a call that it ends did not call."""
-        if not self._driver.closing:
-            self._driver.ender = "the process ends"
+        if not self._lead.closing:
+            self._lead.ender = "the process ends"
         self._driver.hurry(time.monotonic() + linger)  # another thread's close, too
         self.close(linger)
 
     def _end(self, linger: float, begin: float) -> None:
-        driver = self._driver
+        driver, lead = self._driver, self._lead
         to_send = HURRIED_SECONDS
         # A signal's handler may fork meanwhile: the parent goes on.
         with contextlib.suppress(ForkedProcess):
@@ -292,14 +293,14 @@ class Membership:
                         driver.look(lambda: driver.describe_feeds(left)),
                     )
             finally:
-                if not driver.forked:
+                if not lead.forked:
                     undisturbed(functools.partial(self._free, to_send))
 
     def _free(self, to_send: float) -> None:
         self._freer = threading.get_ident()
         self._closed = True
         try:
-            self._driver.discard_inbox()
+            self._driver.taking.discard_inbox()
             self._joined.close(to_send)
         finally:
             self._freer = 0
@@ -324,7 +325,7 @@ class Membership:
         exits.unregister(self)
 
     def __enter__(self) -> Self:
-        self._driver.check()
+        self._lead.check()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -140,7 +140,7 @@ class MQ(BlockingQueue):
         try:  # as `mq.receiving` says
             if self._stranded:
                 self._put_back()
-            if not self._pop_ready(self._driver, inbox, box):
+            if not self._pop_ready(self._lead, inbox, box):
                 # Twice, here and below: a handler may raise before the first has ended.
                 with self._place() as place, place:
                     while not self._receive(box, 0):
@@ -178,9 +178,9 @@ class MQ(BlockingQueue):
         if type(topic) is not str or topic not in self._topics:
             topic = self._new_topic(topic)
         frames = self._codec.encode(payload, topic, self._carried(topic, retain))
-        driver = self._driver
-        with driver.turns(topic, timeout) as turns, self._place() as place, place:
-            while not driver.publish(topic, frames, retain, urgent, 0, turns):
+        waits = self._driver.waits
+        with waits.turns(topic, timeout) as turns, self._place() as place, place:
+            while not self._publish(topic, frames, retain, urgent, 0, turns):
                 if (lacks := turns.lacks) is not None:
                     await place.wait(lacks, lacks.has_credit, turns.until())
                 else:  # memory, of which each needs another amount
@@ -189,7 +189,7 @@ class MQ(BlockingQueue):
     async def aflush(self, timeout: float | None = None) -> None:
         """`flush` for asyncio."""
         driver = self._driver
-        driver.check()
+        self._lead.check()
         deadline = deadline_after(timeout)
         await let_others_run()
         marks = driver.marks()
@@ -208,7 +208,7 @@ class MQ(BlockingQueue):
         loop = asyncio.get_running_loop()
         lines = self._lines.get(loop)
         if lines is None:
-            lines = Lines(self._driver, loop, self._lines)
+            lines = Lines(self._lead, loop, self._lines)
         return Place(lines)
 
     async def __aiter__(self) -> AsyncIterator[Message]:

@@ -51,10 +51,10 @@ class Receiving(Membership):
         self._inbox = self._mesh.subscriber.inbox
         self._pop_ready = speed.pop_ready
         self._whole = speed.Lock  # one for each call: it is for its own thread
-        self._stranded = self._driver.stranded
+        self._stranded = self._driver.taking.stranded
         self._strand: Callable[[list[Any]], object] = self._stranded.append
-        self._put_back: Callable[[], object] = self._driver.put_back
-        self._take = self._driver.take
+        self._put_back: Callable[[], object] = self._driver.taking.put_back
+        self._take = self._driver.taking.take
         self._decode = codec.decode
         self._decode_ahead = codec.decode_ahead
         self._decode_run = speed.decode_run
@@ -83,7 +83,7 @@ class Receiving(Membership):
             if self._stranded:
                 self._put_back()
             waits = timeout is None or (type(timeout) in PLAIN and timeout >= 0)
-            ready = waits and self._pop_ready(self._driver, self._inbox, box)
+            ready = waits and self._pop_ready(self._lead, self._inbox, box)
             if not ready and not self._receive(box, timeout):
                 raise self._nothing_came(timeout)
             message = box[0]
@@ -193,7 +193,7 @@ class Receiving(Membership):
                 try:
                     if self._stranded:
                         self._put_back()
-                    if not self._pop_ready(self._driver, self._inbox, box):
+                    if not self._pop_ready(self._lead, self._inbox, box):
                         self._receive(box, None)
                 except Closed:
                     return

@@ -178,7 +178,7 @@ def test_a_closed_queue_cannot_be_entered(pair: Pair) -> None:
 def test_close_may_take_as_long_as_it_takes(pair: Pair) -> None:
     """It goes on only when the other end has what was published."""
     a, b = pair
-    with b._driver.lock:  # b cannot take it
+    with b._lead.lock:  # b cannot take it
         a.publish("t", 1)
         closing = threading.Thread(target=a.close, args=(None,))
         closing.start()

@@ -66,7 +66,7 @@ def test_a_member_hears_that_apublish_waits_for_it(
 
     async def body() -> None:
         call = asyncio.create_task(a.apublish("t", "second"))
-        while not a._driver._waits:
+        while not a._driver.waits._told:
             await asyncio.sleep(0)
         with pytest.raises(mq.PublishTimeout, match="is itself waiting in publish"):
             b.publish("u", "second", timeout=0.1)
@@ -96,7 +96,7 @@ def test_close_ends_what_waits_though_nothing_comes() -> None:
 
     async def run(queue: mq.MQ) -> None:
         task = asyncio.create_task(queue.arecv())
-        while not queue._driver._listeners:
+        while not queue._lead._listeners:
             await asyncio.sleep(0)
         await asyncio.to_thread(queue.close, 0)
         with pytest.raises(mq.Closed):
@@ -170,7 +170,7 @@ def test_the_end_of_a_block_needs_no_thread_of_asyncios() -> None:
             asyncio.get_running_loop().set_default_executor(executor)
             async with mq.connect("inproc", group="busy") as queue:
                 reading = asyncio.create_task(asyncio.to_thread(queue.recv, 10))
-                while queue._driver._leader in (None, _KEEPER):
+                while queue._lead._leader in (None, _KEEPER):
                     await asyncio.sleep(0)
             with pytest.raises(mq.Closed):
                 await reading
@@ -191,7 +191,7 @@ def test_a_cancelled_end_of_a_block_cuts_no_other_close_short(pair: Pair) -> Non
             assert task is not None
             task.cancel()
 
-    with b._driver.lock, pytest.raises(asyncio.CancelledError):
+    with b._lead.lock, pytest.raises(asyncio.CancelledError):
         asyncio.run(run())
     closing.join()
     assert min(a._driver._leave_by) > time.monotonic()
@@ -215,12 +215,12 @@ def test_who_listens_is_told_of_what_an_interrupted_recv_put_back(pair: Pair) ->
     """Nothing else would wake an `arecv`."""
     _, b = pair
     taken: list[Any] = [None]
-    assert b._driver.take(taken, 0)
-    b._driver.stop()  # nobody polls, which may find something else to tell of
+    assert b._driver.taking.take(taken, 0)
+    b._lead.stop()  # nobody polls, which may find something else to tell of
     told: list[bool] = []
-    b._driver._listeners.add(lambda: bool(told.append(True)))
-    b._driver.stranded.append(taken)
-    b._driver.put_back()
+    b._lead._listeners.add(lambda: bool(told.append(True)))
+    b._driver.taking.stranded.append(taken)
+    b._driver.taking.put_back()
     assert told
     assert b.recv(0).payload == "first"
 
@@ -231,13 +231,13 @@ def test_an_interrupt_as_arecv_begins_or_ends_leaves_nothing_behind(
 ) -> None:
     """A handler that raises runs when the lock is released; the message is not lost."""
     a, b = pair
-    real = getattr(b._driver, call)
+    real = getattr(b._lead, call)
 
     def interrupted(listener: Any) -> None:
         real(listener)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(b._driver, call, interrupted)
+    monkeypatch.setattr(b._lead, call, interrupted)
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         with pytest.raises(KeyboardInterrupt):
             loop.run_until_complete(b.arecv(10))
@@ -245,7 +245,7 @@ def test_an_interrupt_as_arecv_begins_or_ends_leaves_nothing_behind(
     assert b.recv(0).payload == "first"
     a.publish("t", "second", timeout=10)  # a change, of which nobody is told
     assert b.recv(10).payload == "second"
-    assert not b._driver._listeners
+    assert not b._lead._listeners
 
 
 def test_a_loop_that_is_busy_is_told_once(pair: Pair) -> None:
@@ -262,7 +262,7 @@ def test_a_loop_that_is_busy_is_told_once(pair: Pair) -> None:
 
     loop.call_soon_threadsafe = noted  # type: ignore[method-assign]
     waiting = loop.create_task(b.arecv())
-    while not b._driver._listeners:
+    while not b._lead._listeners:
         loop.run_until_complete(asyncio.sleep(0))
     told.clear()
     for number in range(10):
@@ -275,4 +275,4 @@ def test_a_loop_that_is_busy_is_told_once(pair: Pair) -> None:
     loop.close()
     a.publish("t", "last", timeout=10)
     assert b.recv(10).payload == "last"
-    assert not b._driver._listeners
+    assert not b._lead._listeners

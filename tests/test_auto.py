@@ -276,7 +276,7 @@ def test_a_session_goes_on_over_the_other_kind_of_link(
         assert shown_wire(b, "a").startswith(first)
         b.subscribe("t")
         refused = first
-        with b._driver.lock:
+        with b._lead.lock:
             a.publish("t", np.ones(8 << 20, np.uint8))
             session = b._mesh.by_name("a")
             assert session is not None

@@ -27,7 +27,7 @@ def handle(number, frame):
     raise SystemExit
 
 def send():
-    wait_until(lambda: is_in("_sleep"), "close")
+    wait_until(lambda: is_in("sleep"), "close")
     os.kill(os.getpid(), signal.SIGTERM)
 
 signal.signal(signal.SIGTERM, handle)
@@ -53,7 +53,7 @@ def unanswered(group: str) -> Iterator[mq.MQ]:
     held, end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with silent._driver.lock:
+        with silent._lead.lock:
             held.set()
             end.wait(60.0)
 
@@ -157,7 +157,7 @@ import mq
 
 class Sessions(dict):
     def values(self):
-        if not queue._driver.closing:
+        if not queue._lead.closing:
             queue.close()  # as a signal's handler does that comes just now
         return super().values()
 
@@ -187,13 +187,13 @@ def poll(**options):
     if threading.get_ident() == queue._closer and threading.Thread.start is real:
         threading.Thread.start = start
         queue.close()  # as a signal's handler does that comes just now
-        queue._driver._poll, threading.Thread.start = work, real
+        queue._lead.poll, threading.Thread.start = work, real
         print("again")
     return work(**options)
 
 real = threading.Thread.start
 queue = mq.connect("inproc", group="again", name="one")
-work, queue._driver._poll = queue._driver._poll, poll
+work, queue._lead.poll = queue._lead.poll, poll
 queue.close()
 print("closed" * queue._freed.is_set())
 """
@@ -337,7 +337,7 @@ import threading
 import mq
 
 def hold():
-    with queue._driver.lock:
+    with queue._lead.lock:
         held.set()
         end.wait(60.0)
 
@@ -346,7 +346,7 @@ with mq.connect("inproc", group="elsewhere", name="one") as queue:
     holder = threading.Thread(target=hold)
     holder.start()
     held.wait()
-    print(queue._driver.is_in_the_middle())
+    print(queue._lead.is_in_the_middle())
     end.set()
     holder.join()
 """
@@ -376,7 +376,7 @@ def handle(number, frame):
 
 def send():
     if linger:
-        wait_until(lambda: is_in("_sleep"), "close")
+        wait_until(lambda: is_in("sleep"), "close")
     else:
         freeing.wait(60.0)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -516,7 +516,7 @@ from mq import exits
 from mq.testing.waiting import current_frames, wait_until
 
 def hold():
-    with silent._driver.lock:
+    with silent._lead.lock:
         held.set()
         threading.Event().wait()
 

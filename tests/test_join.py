@@ -359,9 +359,9 @@ def test_who_is_new_at_a_rendezvous_service_is_dialled_at_once() -> None:
     }
     with mq.connect("tcp", name="a", peer_timeout=4000.0, **where) as queue:
         driver, joined = queue._driver, queue._joined
-        assert driver.upkeep_seconds <= 5.0
-        driver.upkeep_seconds = 1000.0
-        driver._upkeep_at = math.inf  # none but those that are asked for
+        assert driver.lead.upkeep_seconds <= 5.0
+        driver.lead.upkeep_seconds = 1000.0
+        driver.lead._upkeep_at = math.inf  # none but those that are asked for
         assert joined.record is not None
         late = dataclasses.replace(joined.record, name="b", incarnation="e" * 16)
         service = open_rendezvous(
@@ -719,8 +719,8 @@ def test_who_interrupts_close_takes_leave_all_the_same(
         def interrupted(deadline: float | None) -> bool:
             raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch, b._driver.lock:  # b cannot answer
-            patch.setattr(a._driver, "_sleep", interrupted)
+        with monkeypatch.context() as patch, b._lead.lock:  # b cannot answer
+            patch.setattr(a._lead, "sleep", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 a.close()
         assert b._driver.wait_until(lambda: not b._mesh.sessions, 10)

@@ -55,24 +55,24 @@ def test_a_child_forked_as_recv_begins_gets_no_message() -> None:
             a.publish("t", number)
         a.flush()
         assert b.recv(0).payload == 0
-        driver = b._driver
-        lock = driver.lock
+        lead = b._lead
+        lock = lead.lock
 
         class Forking:
             locked = lock.locked
 
             def __enter__(self) -> None:
                 lock.acquire()
-                driver.forked = True
+                lead.forked = True
 
             def __exit__(self, *exc_info: object) -> None:
                 lock.release()
 
-        driver.lock = Forking()  # type: ignore[assignment]
-        driver._polled_at = time.monotonic() + 60.0  # it need not look at the engine
+        lead.lock = Forking()  # type: ignore[assignment]
+        lead.polled_at = time.monotonic() + 60.0  # it need not look at the engine
         with pytest.raises(mq.ForkedProcess):
             b.recv(0)
-        driver.lock, driver.forked = lock, False
+        lead.lock, lead.forked = lock, False
         assert b.recv(0).payload == 1
 
 
@@ -98,10 +98,10 @@ def wakes(lead: Lead) -> int:
 def test_a_sleeping_leader_is_told_what_another_thread_found(lead: Lead) -> None:
     """What it waits for may be among it; else it would sleep to its deadline."""
     lead._leader, lead._asleep_until = threading.get_ident() + 1, 1.0
-    lead._poll()
+    lead.poll()
     assert wakes(lead) == 1
     lead._leader, lead._asleep_until = threading.get_ident(), 0.0
-    lead._poll()
+    lead.poll()
     assert wakes(lead) == 1
 
 
@@ -128,21 +128,21 @@ def test_a_leader_is_told_what_its_own_handler_found(lead: Lead, what: str) -> N
     def handle() -> None:
         with lead.lock:
             if what == "polls":
-                lead._poll()
+                lead.poll()
             elif what == "sends":
-                lead._sent(0.0, 1.0)
+                lead.sent(0.0, 1.0)
             elif what == "waits":
-                lead._sleep(None)
-                lead._leave()
+                lead.sleep(None)
+                lead.step_down()
             else:
-                lead._leave()
+                lead.step_down()
             states.append((lead._leader, lead._asleep_until, wakes(lead)))
 
     lead.poller = HandlingPoller(handle)  # type: ignore[assignment]
     with lead.lock:
-        assert lead._sleep(None)
+        assert lead.sleep(None)
         assert lead._asleep_until == 0.0
-        lead._leave()
+        lead.step_down()
         assert lead._leader is None
     ((leader, asleep_until, woken),) = states
     assert (leader, asleep_until) == (me, 2.0)
@@ -162,7 +162,7 @@ def interrupt():
     for queue in a, b:
         while queue._mesh._next_tick < time.monotonic() + 500.0:
             time.sleep(0.001)
-    while a._driver._asleep_until < time.monotonic() + 500.0:
+    while a._lead._asleep_until < time.monotonic() + 500.0:
         time.sleep(0.001)
     signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
     if not seen.wait(10.0):
@@ -196,21 +196,21 @@ def test_a_keeper_that_sleeps_on_the_engine_is_told_that_nobody_leads(
     """A call took the lead from it and left; its old deadline is too late."""
     lead._keeper_polls = True
     lead._leader = threading.get_ident()
-    lead._leave()
+    lead.step_down()
     assert wakes(lead) == 1
 
 
 def test_a_keeper_that_is_about_to_nap_is_told_of_a_batch(lead: Lead) -> None:
     """It may have looked before the batch was held: the bell ends its nap at once."""
     lead._leader = None
-    lead._sent(1.0, 1.001)
+    lead.sent(1.0, 1.001)
     assert lead._bell.acquire(timeout=0)
 
 
 def test_a_keeper_that_naps_briefly_is_left_alone(lead: Lead) -> None:
     """Waking it costs the other threads the interpreter lock."""
     lead._nap_until = 1.0005
-    lead._sent(1.0, 1.001)
+    lead.sent(1.0, 1.001)
     assert not lead._bell.acquire(timeout=0)
     assert wakes(lead) == 0
 
@@ -225,7 +225,7 @@ def test_a_keeper_sleeps_while_one_call_waits_for_long(
     """However often that looks after the connections; until it should have done so."""
     me = lead._leader = threading.get_ident()
     now = time.monotonic()
-    lead._led_at = now - led_ago
+    lead.led_at = now - led_ago
     with lead.lock:
         lead._wait_for_events(now, now, me)
         lead._asleep_until = now + asleep_for
@@ -252,9 +252,9 @@ def test_a_keeper_leads_while_who_gives_way_does_not_come_back(
         lead, "_let_others_in", lambda: since.append(lead._asleep_until)
     )
     for leader in (threading.get_ident(), None):
-        lead._leader, lead._wanted = leader, True
+        lead._leader, lead.wanted = leader, True
         with lead.lock:
-            lead._give_way()
+            lead.give_way()
         assert lead._asleep_until == 0.0
     assert since[0] == pytest.approx(time.monotonic(), abs=10.0)
     assert since[1] == 0.0
@@ -271,9 +271,9 @@ def test_in_the_middle_of_something_long_others_get_the_lock(lead: Lead) -> None
     with lead.lock:
         thread = threading.Thread(target=want)
         thread.start()
-        lead._wanted = True
+        lead.wanted = True
         for _ in range(10_000):  # half a second
-            lead._give_way()
+            lead.give_way()
             if got.is_set():
                 break
         assert got.is_set()
@@ -286,11 +286,11 @@ def test_in_the_middle_of_something_long_an_interrupt_is_raised(lead: Lead) -> N
     """Where the mesh is as it must be; the lock is held again."""
     signals.hold()
     with lead.lock:
-        lead._give_way()
+        lead.give_way()
         os.kill(os.getpid(), signal.SIGINT)
         assert speed.signal_waits()
         with pytest.raises(KeyboardInterrupt):
-            lead._give_way()
+            lead.give_way()
         assert lead.lock.locked()
 
 
@@ -306,7 +306,7 @@ def test_a_leader_is_told_what_a_follower_left_unfinished(
     lead._asleep_until = asleep_until
     lead.mesh.next_deadline = lambda: 1.0  # type: ignore[method-assign]
     with lead.lock:
-        assert lead._sleep(time.monotonic() + 0.001)
+        assert lead.sleep(time.monotonic() + 0.001)
     assert wakes(lead) == woken
 
 
@@ -314,7 +314,7 @@ def test_a_keeper_that_naps_is_told_of_a_turn_that_ended_early(lead: Lead) -> No
     """`recv` of what is ready never leads, and keeps the keeper from leading."""
     lead._nap_until = time.monotonic() + IDLE_SECONDS
     lead.mesh.batch_deadline = lambda: 0.0  # type: ignore[method-assign]
-    lead._nudge()
+    lead.nudge()
     assert lead._bell.acquire(timeout=0)
     assert lead._batch_at == 0.0
 
@@ -408,7 +408,7 @@ def giving_up_the_lock(lead: Lead, where: str) -> Callable[[], object]:
     """A call that gives up the lock and takes it back, for the thread that leads."""
     me = threading.get_ident()
     calls: dict[str, Callable[[], object]] = {
-        "giving way": lead._give_way,
+        "giving way": lead.give_way,
         "waking up": lambda: lead._wait_for_events(0.0, 0.0, me),
         "following": lambda: lead._changes.wait(0.0),
     }
@@ -427,7 +427,7 @@ def test_an_interrupt_of_who_takes_the_lock_back_waits_until_it_is_taken(
         monkeypatch.setattr(module, "take_back", atomic.take_back)
     lock: Any = InterruptedLock()
     lead.lock = lock
-    lead._wanted = True
+    lead.wanted = True
     me = threading.get_ident()
     lead._leader = me
     lead._changes = Changes(lock)
@@ -446,7 +446,7 @@ def test_interrupts_one_upon_another_leave_who_waits_with_the_lock(
     """The first comes as the lock is taken back, the second as that is tried again."""
     me = threading.get_ident()
     call = giving_up_the_lock(lead, where)
-    lead._wanted, lead._leader = True, me
+    lead.wanted, lead._leader = True, me
 
     def interrupt(frame: FrameType, event: str, arg: object) -> None:
         if event == "call" and frame.f_code.co_name == "take_back":
@@ -512,10 +512,10 @@ def test_who_is_interrupted_before_the_lock_is_given_up_still_has_it(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(lead_module, "give_up", interrupted)
-    lead._wanted = True
+    lead.wanted = True
     with lead.lock:
         with pytest.raises(KeyboardInterrupt):
-            lead._give_way()
+            lead.give_way()
         with pytest.raises(KeyboardInterrupt):
             lead._wait_for_events(0.0, 0.0, threading.get_ident())
         assert lead.lock.locked()
@@ -529,12 +529,12 @@ def test_an_interrupt_between_any_bytecodes_leaves_who_waits_with_the_lock(
     me = threading.get_ident()
     call = giving_up_the_lock(lead, where)
     at, interrupts = 0, 0
-    lead._wanted, lead._leader = True, me
+    lead.wanted, lead._leader = True, me
     with lead.lock, Interrupter(None, opcodes=True).armed():
         call()  # from 3.13 on a bytecode is seen only where it was looked at before
     while True:
         at += 1
-        lead._wanted, lead._leader = True, me
+        lead.wanted, lead._leader = True, me
         interrupter = Interrupter((1, at), opcodes=True)
         with lead.lock:
             try:
@@ -565,10 +565,10 @@ def test_who_waits_for_an_acknowledgement_is_told_that_another_thread_ended_it(
         mq.connect("inproc", group="ended", name="silent") as silent,
         mq.connect("inproc", group="ended", name="queue") as queue,
     ):
-        with silent._driver.lock:
+        with silent._lead.lock:
             waiting = threading.Thread(target=subscribe, args=(1, 60.0))
             waiting.start()
-            wait_until(lambda: is_in("_sleep", waiting), "subscribe")
+            wait_until(lambda: is_in("sleep", waiting), "subscribe")
             queue.unsubscribe("t")
             if again:
                 subscribe(2, 0.0)

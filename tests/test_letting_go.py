@@ -258,7 +258,7 @@ def lent(queue: mq.MQ) -> int:
 
 def is_busy(*queues: mq.MQ) -> bool:
     """Whether a thread that a forked child lacks may have some of their memory."""
-    return any(queue._driver.lock.locked() for queue in queues)
+    return any(queue._lead.lock.locked() for queue in queues)
 
 
 @forks

@@ -75,8 +75,8 @@ def bring(a: mq.MQ, b: mq.MQ, payload: str) -> None:
     """Have a message arrive at `b`, whose keeper may have stopped."""
     a.publish("t", payload)
     a._driver.run(lambda: None)  # sends it
-    with b._driver.lock:
-        b._driver._poll()
+    with b._lead.lock:
+        b._lead.poll()
 
 
 def test_a_message_wakes_one_of_many_tasks_in_turn(
@@ -127,7 +127,7 @@ def test_who_is_cancelled_when_called_calls_the_next(
             return is_called
 
         await until(lambda: sleepers(b) == 4)
-        b._driver.stop()  # nobody polls: nothing changes but by what is done here
+        b._lead.stop()  # nobody polls: nothing changes but by what is done here
         monkeypatch.setattr(lines.Place, "call", call)
         bring(a, b, "first")
         assert (await asyncio.wait_for(tasks[-1], 10)).payload == "first"
@@ -183,7 +183,7 @@ def test_an_exception_of_a_handler_as_lines_are_looked_at_leaves_nobody(
         loop.set_exception_handler(lambda loop, context: None)
         task = asyncio.ensure_future(b.arecv())
         await until(lambda: sleepers(b))
-        b._driver.stop()
+        b._lead.stop()
         monkeypatch.setattr(lines._Line, "call", interrupted)
         bring(a, b, "first")
         assert (await asyncio.wait_for(task, 10)).payload == "first"
@@ -203,7 +203,7 @@ def test_a_task_that_never_comes_when_called_keeps_nobody_back(
         loop = asyncio.get_running_loop()
         tasks = begin(b.arecv() for _ in range(2))
         await until(lambda: sleepers(b) == 2)
-        b._driver.stop()
+        b._lead.stop()
         lost: list[Callable[[], object]] = []
 
         def call(place: lines.Place) -> bool:
@@ -235,7 +235,7 @@ def test_a_loop_that_never_comes_to_what_it_was_told_is_told_again(
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(b.arecv())
         await until(lambda: sleepers(b))
-        b._driver.stop()
+        b._lead.stop()
         await asyncio.sleep(0)
         real, dropped = loop.call_soon_threadsafe, list[bool]()
 
@@ -259,7 +259,7 @@ def test_who_takes_one_of_many_messages_calls_the_next(pair: Pair) -> None:
     async def body() -> None:
         tasks = begin(b.arecv() for _ in range(MANY))
         await until(lambda: sleepers(b) == MANY)
-        b._driver.stop()
+        b._lead.stop()
         for number in range(MANY):
             a.publish("t", number)
         a._driver.run(lambda: None)  # sends it
@@ -273,8 +273,8 @@ def test_who_takes_one_of_many_messages_calls_the_next(pair: Pair) -> None:
             return decode(*args, **kwargs)
 
         b._decode = fail_now_and_then  # type: ignore[method-assign]
-        with b._driver.lock:
-            b._driver._poll()
+        with b._lead.lock:
+            b._lead.poll()
         gathered = asyncio.gather(*tasks, return_exceptions=True)
         results = await asyncio.wait_for(gathered, 10)
         for number, result in enumerate(results):
@@ -294,7 +294,7 @@ def test_credit_wakes_one_of_who_publish_on_its_topic(
     for topic in range(MANY):
         b.subscribe(f"t{topic}", depth=1)
         a.publish(f"t{topic}", "first")
-    looks = counted(monkeypatch, a._driver, "publish")
+    looks = counted(monkeypatch, a, "_publish")
 
     async def body() -> None:
         tasks = begin(a.apublish(f"t{n}", "more") for n in range(MANY) for _ in "abc")
@@ -310,7 +310,7 @@ def test_credit_wakes_one_of_who_publish_on_its_topic(
         await asyncio.wait_for(asyncio.gather(*tasks), 10)
 
     asyncio.run(body())
-    assert looks["publish"] <= 3 * 3 * MANY
+    assert looks["_publish"] <= 3 * 3 * MANY
 
 
 def test_aflush_wakes_when_all_of_its_own_has_arrived(
@@ -369,14 +369,14 @@ def test_a_task_that_is_dropped_leaves_its_line(pair: Pair) -> None:
         await until(lambda: sleepers(b) == 2)
         call = b.arecv()
         call.send(None)  # it waits, in no task
-        with b._driver.lock:
+        with b._lead.lock:
             call.close()
         await until(lambda: sleepers(b) == 2)
         for number in range(2):
             a.publish("t", number)
         got = await asyncio.wait_for(asyncio.gather(*tasks), 10)
         assert [message.payload for message in got] == [0, 1]
-        await until(lambda: not b._driver._listeners)
+        await until(lambda: not b._lead._listeners)
 
     asyncio.run(body())
 
@@ -512,8 +512,8 @@ def test_nothing_is_lost_or_left_whoever_is_cancelled(backend: str, seed: int) -
             thread.join(30)
         assert not failed
         assert sorted(got) == list(range(count))
-        assert not b._driver._listeners
-        assert not a._driver._listeners
+        assert not b._lead._listeners
+        assert not a._lead._listeners
 
 
 def test_a_loop_in_which_nobody_waits_any_more_is_not_held(pair: Pair) -> None:
@@ -565,17 +565,17 @@ def test_a_task_that_is_freed_under_the_lock_ends_its_wait(pair: Pair) -> None:
     a.publish("full", "one")
     driver = a._driver
     frames = a._codec.encode("two", "full")
-    turns = driver.turns("full", None)
+    turns = driver.waits.turns("full", None)
     wait = turns.__enter__()
-    assert not driver.publish("full", frames, False, False, 0, wait)
+    assert not driver.publishing.publish("full", frames, False, False, 0, wait)
     (session,) = driver.mesh.sessions.values()
-    with driver.lock:
-        driver._tell_waiting([session], wait.told)
+    with driver.lead.lock:
+        driver.waits._tell_waiting([session], wait.told)
         with contextlib.suppress(GeneratorExit):
             turns.__exit__(GeneratorExit, GeneratorExit(), None)
 
     wait_until(
-        lambda: not driver.look(lambda: driver._waits[session]),
+        lambda: not driver.look(lambda: driver.waits._told[session]),
         "the keeper to say that nobody waits",
     )
     assert a.stats()["topics"]["full"]["blocked_seconds"] > 0

@@ -571,8 +571,8 @@ def test_a_poll_that_fails_ends_its_queue_with_its_name(
     for call in (lambda: a.recv(timeout=STEP), lambda: a.publish("t", 1)):
         with pytest.raises(mq.Closed, match=r"Failing\.poll failed: \w+Error: "):
             call()
-    assert a._driver._keeper.is_alive()
-    assert a._driver._turn() > 0.0
+    assert a._lead._keeper.is_alive()
+    assert a._lead._turn() > 0.0
     a.close()
 
     assert link.polls == polls
@@ -605,6 +605,6 @@ def test_a_link_whose_close_raises_leaves_nothing_else_open(
     link.close_fails = True
     a.close()
 
-    assert not a._driver._keeper.is_alive()
+    assert not a._lead._keeper.is_alive()
     (text,) = said()
     assert text.startswith("Failing.close failed: ZeroDivisionError")

@@ -14,7 +14,8 @@ import pytest
 from shared_memory import SlowSystem
 
 import mq
-from mq.mesh.waiting import Waiting
+from mq.mesh.lead import Lead
+from mq.mesh.waiting import Waits
 
 MIB = 1 << 20
 
@@ -59,14 +60,14 @@ def test_who_waits_for_memory_is_told_that_other_does_not_come(
     """Which counted while it was being taken."""
     options: dict[str, Any] = {"group": f"memory-{os.getpid()}", "shm_bytes": 4 * MIB}
     with mq.connect("shm", **options) as a:
-        lender = a._driver._lender
+        lender = a._driver.memory.lender
         assert lender is not None
         slow.error = KeyboardInterrupt
         slow.take(lender, 3 * MIB)
         assert lender.take(3 * MIB) is None
         told: list[bool] = []
-        with a._driver.lock:
-            a._driver._listeners.add(lambda: told.append(a._driver.lock.locked()))
+        with a._lead.lock:
+            a._lead._listeners.add(lambda: told.append(a._lead.lock.locked()))
         slow.go_on()
         assert told
 
@@ -81,7 +82,7 @@ def test_who_waits_looks_again_at_what_changed_while_it_looked(
     )
     mesh.batch_deadline = mesh.next_deadline
     poller: Any = SimpleNamespace(wake=None, wake_fd=-1, register=None, unregister=None)
-    waiting = Waiting(mesh, poller, "a queue")
+    lead = Lead(mesh, poller, "a queue")
     mesh.replaced = ""
     calls: list[str] = []
 
@@ -90,8 +91,8 @@ def test_who_waits_looks_again_at_what_changed_while_it_looked(
         mesh.changed += changes if len(calls) == 1 else 0
         return calls.count("look") == 2
 
-    monkeypatch.setattr(waiting, "_sleep", lambda until: calls.append("sleep"))
+    monkeypatch.setattr(lead, "sleep", lambda until: calls.append("sleep"))
     topic: Any = SimpleNamespace(name="t", stats=SimpleNamespace(blocked_seconds=0.0))
-    with waiting.lock:
-        assert waiting._wait_for(topic, reached, list, str, None)
+    with lead.lock:
+        assert Waits(lead).wait_for(topic, reached, list, str, None)
     assert calls == (["look", "look"] if changes else ["look", "sleep", "look"])

@@ -24,10 +24,9 @@ from mq.errors import CodecError
 from mq.frames import Frames
 from mq.mesh import wire
 from mq.mesh.dial import Dial
-from mq.mesh.driver import Driver
-from mq.mesh.listeners import Listeners
 from mq.mesh.outgoing import Topic
 from mq.mesh.ready import pop_ready
+from mq.mesh.taking import Taking
 from mq.receiving import Receiving
 
 pytestmark = pytest.mark.usefixtures("small_messages")
@@ -266,46 +265,37 @@ def test_a_sequence_that_no_publisher_reaches_is_malformed() -> None:
     assert not any(isinstance(item, Got) for item in world["b"].recv_all())
 
 
-def driver_of(ready: deque[str], **attributes: Any) -> Any:
-    """What `pop_ready` needs."""
+def lead_of(ready: deque[str], **attributes: Any) -> Any:
+    """What `pop_ready` and `Taking` need."""
+    inbox = SimpleNamespace(ready=ready, put_back=ready.appendleft)
     values: dict[str, Any] = {
-        "inbox": SimpleNamespace(ready=ready),
+        "mesh": SimpleNamespace(subscriber=SimpleNamespace(inbox=inbox)),
         "lock": threading.Lock(),
         "closing": False,
         "forked": False,
+        "tell_all": lambda: None,
     }
     return SimpleNamespace(**values | attributes)
 
 
-def pop(driver: Any) -> Any:
+def pop(lead: Any) -> Any:
     """What is popped, or None."""
     box: list[Any] = [None]
-    assert speed.pop_ready(driver, driver.inbox, box) == (box[0] is not None)
+    inbox = lead.mesh.subscriber.inbox
+    assert speed.pop_ready(lead, inbox, box) == (box[0] is not None)
     return box[0]
 
 
-def driver_that_takes_back(ready: deque[str], **attributes: Any) -> Any:
-    """One with `put_back`."""
-    driver = driver_of(ready, poller=SimpleNamespace(wake=lambda: None), **attributes)
-    driver._changes = SimpleNamespace(notify_all=lambda: None)
-    driver._listeners = Listeners()
-    driver._inbox = driver.inbox
-    driver.inbox.put_back = ready.appendleft
-    driver.stranded = deque()
-    driver.put_back = functools.partial(Driver.put_back, driver)
-    return driver
-
-
-def queue_of(driver: Any, **attributes: Any) -> Any:
+def queue_of(lead: Any, **attributes: Any) -> Any:
     """What `Receiving.recv` needs."""
-    queue = SimpleNamespace()
+    queue, taking = SimpleNamespace(), Taking(lead)
     values = {
-        "_driver": driver,
-        "_inbox": driver.inbox,
+        "_lead": lead,
+        "_inbox": lead.mesh.subscriber.inbox,
         "_pop_ready": speed.pop_ready,
-        "_stranded": driver.stranded,
-        "_strand": driver.stranded.append,
-        "_put_back": driver.put_back,
+        "_stranded": taking.stranded,
+        "_strand": taking.stranded.append,
+        "_put_back": taking.put_back,
         "_receive": functools.partial(Receiving._receive, queue),
         "_finish": lambda item: item,
         "_whole": speed.Lock,
@@ -331,37 +321,37 @@ def _either_pop(
 def test_what_is_ready_is_not_handed_out_when_all_is_over(state: str) -> None:
     """Neither in a forked child nor while the queue is being closed."""
     ready = deque(["one", "two", "three"])
-    assert pop(driver_of(ready, **{state: True})) is None
+    assert pop(lead_of(ready, **{state: True})) is None
     assert len(ready) == 3
 
 
 @pytest.mark.usefixtures("_either_pop")
 def test_the_last_that_is_ready_is_not_popped() -> None:
     """With it the run is done, of which the mesh must hear."""
-    driver = driver_of(deque(["one", "two", "three"]))
-    assert [pop(driver) for _ in range(4)] == ["one", "two", None, None]
-    assert not driver.lock.locked()
+    lead = lead_of(deque(["one", "two", "three"]))
+    assert [pop(lead) for _ in range(4)] == ["one", "two", None, None]
+    assert not lead.lock.locked()
 
 
 @pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
 def test_nothing_is_popped_while_the_lock_is_taken() -> None:
     """Its holder may be changing what is ready; the compiled pop does not wait."""
-    driver = driver_of(deque(["one", "two", "three"]))
-    with driver.lock:
-        assert pop(driver) is None
-    assert pop(driver) == "one"
+    lead = lead_of(deque(["one", "two", "three"]))
+    with lead.lock:
+        assert pop(lead) is None
+    assert pop(lead) == "one"
 
 
 @pytest.mark.usefixtures("_either_pop")
 def test_many_threads_pop_each_message_once() -> None:
     """And each thread in their order."""
     ready = deque(map(str, range(20_001)))
-    driver = driver_of(ready)
+    lead = lead_of(ready)
     got: list[list[int]] = [[] for _ in range(4)]
 
     def pop_all(mine: list[int]) -> None:
         while len(ready) > 1:
-            if (found := pop(driver)) is not None:
+            if (found := pop(lead)) is not None:
                 mine.append(int(found))
 
     threads = [threading.Thread(target=pop_all, args=(mine,)) for mine in got]
@@ -383,7 +373,7 @@ def test_a_recv_interrupted_anywhere_loses_nothing() -> None:
 
     def recv(interrupter: Interrupter) -> list[str]:
         ready = deque(["one", "two", "three"])
-        queue = queue_of(driver_that_takes_back(ready))
+        queue = queue_of(lead_of(ready))
         found = None
         with contextlib.suppress(KeyboardInterrupt), interrupter.armed():
             found = Receiving.recv(queue)
@@ -432,18 +422,18 @@ def test_what_was_taken_is_there_though_another_interrupt_comes() -> None:
 
     def take(box: list[str], timeout: float | None) -> bool:
         box[0] = ready.popleft()
-        if box[0] == "one" and not driver.lock.taken:
+        if box[0] == "one" and not lead.lock.taken:
             raise KeyboardInterrupt
         return True
 
     ready = deque(["one", "two"])
-    driver = driver_that_takes_back(ready, lock=Lock())
-    queue = queue_of(driver, _take=take, _pop_ready=lambda *arguments: False)
+    lead = lead_of(ready, lock=Lock())
+    queue = queue_of(lead, _take=take, _pop_ready=lambda *arguments: False)
     with pytest.raises(KeyboardInterrupt):
         Receiving.recv(queue)
     assert list(ready) == ["two"]
     assert [Receiving.recv(queue) for _ in range(2)] == ["one", "two"]
-    assert not driver.stranded
+    assert not queue._stranded
 
 
 @pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
@@ -468,9 +458,9 @@ def test_what_a_handler_raises_while_a_message_is_made_does_not_lose_it() -> Non
 
     made: list[str] = []
     ready = deque(["one", "two"])
-    driver = driver_that_takes_back(ready)
+    lead = lead_of(ready)
     queue = queue_of(
-        driver, _take=take, _finish=finish, _pop_ready=lambda *arguments: False
+        lead, _take=take, _finish=finish, _pop_ready=lambda *arguments: False
     )
     before = signal.signal(signal.SIGALRM, raises)
     signals.hold()
@@ -495,9 +485,9 @@ def test_an_error_of_the_message_itself_ends_it() -> None:
         return True
 
     ready = deque(["one", "two"])
-    driver = driver_that_takes_back(ready)
+    lead = lead_of(ready)
     queue = queue_of(
-        driver, _take=take, _finish=finish, _pop_ready=lambda *arguments: False
+        lead, _take=take, _finish=finish, _pop_ready=lambda *arguments: False
     )
     with pytest.raises(CodecError):
         Receiving.recv(queue)
@@ -523,15 +513,15 @@ def test_a_pop_interrupted_before_it_had_an_effect_has_none(
 
         def __exit__(self, *exc: object) -> None:
             if exc[0] is KeyboardInterrupt:
-                thread = threading.Thread(target=lambda: got.append(pop(driver)))
+                thread = threading.Thread(target=lambda: got.append(pop(lead)))
                 thread.start()
                 thread.join()
 
     monkeypatch.setattr(speed, "pop_ready", pop_ready)  # the other one takes no lock
     got: list[Any] = []
     ready = Ready(["one", "two", "three", "four"])
-    driver = driver_of(ready, lock=Lock())
+    lead = lead_of(ready, lock=Lock())
     with pytest.raises(KeyboardInterrupt):
-        pop(driver)
+        pop(lead)
     assert got == ["one"]
     assert list(ready) == ["two", "three", "four"]

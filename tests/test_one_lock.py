@@ -89,7 +89,7 @@ def watched(watch: Watch, patch: pytest.MonkeyPatch, **options: Any) -> mq.MQ:
     class WatchedDriver(Driver):
         def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
             super().__init__(mesh, poller, where)
-            watch.lock = self.lock
+            watch.lock = self.lead.lock
             watch.attributes(mesh, {"sessions", "conns", "forgotten", "changed"})
             watch.attributes(mesh.greetings, {"dials"})
             watch.calls(mesh, "replace")
@@ -205,7 +205,7 @@ def test_who_is_replaced_is_told_under_the_lock(
         for thread in threads:
             thread.start()
         for thread in threads:
-            wait_until(lambda thread=thread: is_in("_sleep", thread), "recv")
+            wait_until(lambda thread=thread: is_in("sleep", thread), "recv")
         joined.upkeep()
         for thread in threads:
             thread.join(DEADLINE)
@@ -222,7 +222,7 @@ def test_what_was_not_done_in_time_is_told_under_the_lock(
         watched(watch, monkeypatch, name="a") as a,
     ):
         b.subscribe("t")
-        with b._driver.lock:  # it cannot answer
+        with b._lead.lock:  # it cannot answer
             a.publish("t", 1)
             with pytest.raises(mq.SubscribeTimeout):
                 a.subscribe("u", timeout=0)

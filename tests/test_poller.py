@@ -180,7 +180,7 @@ def test_on_one_core_nothing_spins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_of_one_process_do_not_spin() -> None:
     """Whom one waits for needs the interpreter lock."""
     with mq.connect("inproc", group="no-spinning", name="a") as queue:
-        assert not queue._driver.poller.spins
+        assert not queue._lead.poller.spins
 
 
 def test_an_interrupt_that_took_a_wake_up_does_not_swallow_the_next(

@@ -224,7 +224,7 @@ def _interrupted(queue: mq.MQ) -> tuple[bool, list[str]]:
     try:
         _publish_without_memory(queue, 128 * MIB)
     except KeyboardInterrupt:
-        free = queue._driver._leader in (None, lead._KEEPER)
+        free = queue._lead._leader in (None, lead._KEEPER)
         return free, queue.subscribers("t")
     raise AssertionError("it was not interrupted")
 

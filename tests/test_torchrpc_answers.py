@@ -439,5 +439,5 @@ def test_the_upkeep_of_a_queue_gives_back_what_glibc_keeps(
         heap, given = queue._joined.link.agent.heap, threading.Event()
         monkeypatch.setattr(heap, "_trim", lambda kept: given.set())
         heap.received = 1 << 30
-        queue._driver.upkeep_soon()
+        queue._lead.upkeep_soon()
         assert given.wait(60.0)

@@ -50,56 +50,53 @@ class Lead:
     """A mesh, its lock, its keeper thread, and turns at polling it.
 
     Attributes:
+        where: Of which queue it is, for errors.
         closing: Whether calls must end.
         ender: What ended them then, for the error.
         forked: Whether this is the copy of another process's queue.
         upkeep: Called by the keeper every `upkeep_seconds`, without the lock.
+        chore: Called by the keeper in each of its turns, with the lock.
+        wanted: A thread has found the lock taken; who gets it takes that back.
+        led_at: When a call had the lead for the last time.
+        polled_at: When the mesh worked for the last time.
     """
 
     def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
         self.mesh = mesh
         self.poller = poller
         self.lock = Lock()
-        self.closing = False
+        self.closing = self.forked = self.wanted = False
         self.ender = "close()"
-        self.forked = False
         self.upkeep: Callable[[], None] = lambda: None
         self.upkeep_seconds = 1.0
-        self._where = where
+        self.chore: Callable[[], None] = lambda: None
+        self.led_at = self.polled_at = self._upkeep_at = 0.0
+        self.where = where
         self._changes = Changes(self.lock)
-        self._followers = 0
-        # A thread has found the lock taken; who gets it takes that back.
-        self._wanted = False
+        self._followers = self._seen = 0
         self._leader: int | None = None
         self._asleep_until = 0.0
-        self._led_at = 0.0
-        self._polled_at = 0.0
-        self._batch_at = _NEVER
+        self._batch_at = self._nap_until = _NEVER
         self._ready: list[int] = []
-        self._seen = 0
         self._listeners = Listeners()
         mesh.wake, mesh.wake_fd = poller.wake, poller.wake_fd
-        mesh.watch_added = poller.register
-        mesh.watch_removed = poller.unregister
-        self._upkeep_at = 0.0
-        self._stop = False
+        mesh.watch_added, mesh.watch_removed = poller.register, poller.unregister
+        self._stop = self._keeper_polls = False
         self._bell = threading.Lock()
         self._bell.acquire()
-        self._nap_until = _NEVER
-        self._keeper_polls = False
         self._keeper = threading.Thread(
             target=self._keep, name="mq-keeper", daemon=True
         )
         forks.register(self)
 
-    def upkeep_soon(self) -> None:
-        """Have `upkeep` called within a second; from any thread, and never waits."""
-        self._upkeep_at = 0.0
-
     def start(self) -> None:
         """Start the keeper."""
         signals.hold()
         self._keeper.start()
+
+    def upkeep_soon(self) -> None:
+        """Have `upkeep` called within a second; from any thread, and never waits."""
+        self._upkeep_at = 0.0
 
     def stop(self) -> None:
         """End the keeper, if it was started, and wait for it."""
@@ -130,22 +127,22 @@ class Lead:
     def check(self) -> None:
         """Raises: Closed, ForkedProcess, if the queue cannot be used any more."""
         if self.closing or self.mesh.replaced or self.forked:
-            self._refuse()
+            self.refuse()
 
-    def _refuse(self) -> NoReturn:
+    def refuse(self) -> NoReturn:
         if self.forked:
             raise ForkedProcess(
-                f"{self._where} was connected before this process was forked; connect "
+                f"{self.where} was connected before this process was forked; connect "
                 "in the child, or start children with 'spawn' or 'forkserver'"
             )
-        raise Closed(f"{self._where} is closed: {self.mesh.replaced or self.ender}")
+        raise Closed(f"{self.where} is closed: {self.mesh.replaced or self.ender}")
 
     # -- what a call does ----------
 
-    def _poll(self, flush: bool = False, until_message: bool = False) -> None:
+    def poll(self, flush: bool = False, until_message: bool = False) -> None:
         """Let the mesh work; the lock is held."""
         if self.forked:
-            self._refuse()
+            self.refuse()
         ready, self._ready = self._ready, []
         mesh = self.mesh
         try:
@@ -154,11 +151,11 @@ class Lead:
             mesh.recover()
             raise
         finally:
-            self._polled_at = time.monotonic()
+            self.polled_at = time.monotonic()
             if mesh.changed != self._seen:
-                self._tell()
+                self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Have who waits look at what has changed; the lock is held."""
         self._seen = self.mesh.changed
         if self._followers:
@@ -167,7 +164,13 @@ class Lead:
             self.poller.wake()  # what it waits for may be what was found
         self._listeners.tell()
 
-    def _sleep(self, deadline: float | None) -> bool:
+    def tell_all(self) -> None:
+        """Have everybody who waits look again; the lock is held."""
+        self._changes.notify_all()
+        self._listeners.tell()
+        self.poller.wake()
+
+    def sleep(self, deadline: float | None) -> bool:
         """Wait until something may have changed; the lock is held before and after.
 
         Returns:
@@ -206,12 +209,12 @@ class Lead:
                 give_up(self.lock, given)
                 self._let_others_in()
                 ready = self.poller.wait(max(0.0, until - now), seen)
-                self._wanted |= self.lock.locked()
+                self.wanted |= self.lock.locked()
             finally:
                 take_back(self.lock, given)
         finally:
             take_back(self.lock, given)  # a Ctrl-C came before the first did so
-            self._wanted = False
+            self.wanted = False
             if me == _KEEPER:
                 self._keeper_polls = False
                 self._nap_until = _NEVER
@@ -222,15 +225,15 @@ class Lead:
                 # A call took the lead meanwhile; this wake-up was meant for it.
                 self.poller.wake()
 
-    def _give_way(self) -> None:
-        """In the middle of something long: let a thread that waits have the lock.
+    def give_way(self) -> None:
+        """In the middle of something long: let who waits have the lock.
 
         And signals their handlers, which may raise.
         """
-        if self._wanted or signal_waits():
-            self._outside(self._let_others_in)
+        if self.wanted or signal_waits():
+            self.outside(self._let_others_in)
 
-    def _outside(self, work: Callable[[], T]) -> T:
+    def outside(self, work: Callable[[], T]) -> T:
         """Do what may take long without the lock, which is held before and after.
 
         The keeper leads meanwhile, if this thread did and does not come back soon.
@@ -252,27 +255,27 @@ class Lead:
 
     def _let_others_in(self) -> None:
         """The lock is free, but not fair: who takes it back at once is always first."""
-        if self._wanted:
+        if self.wanted:
             # Not to wait for anything: it is long enough off the processor for a thread
             # that found the lock taken, and nothing is wrong if that comes later.
             time.sleep(GIVE_WAY_SECONDS)
 
-    def _leave(self) -> None:
+    def step_down(self) -> None:
         """A call ends; the lead stays free for the next one. The lock is held."""
         if self._leader == threading.get_ident():
             if self._asleep_until:  # a call that this one's handler came into
                 self.poller.wake()  # for what this one has seen or left unfinished
                 return
             self._leader = None
-            self._led_at = time.monotonic()
+            self.led_at = time.monotonic()
             self._batch_at = self.mesh.batch_deadline()
             if self._followers:
                 self._changes.notify_all()
-            self._need_keeper(self._led_at)
+            self._need_keeper(self.led_at)
         elif self.mesh.next_deadline() < self._asleep_until:
             self.poller.wake()  # what this call left unfinished is the leader's
 
-    def _sent(self, now: float, held_until: float | None) -> None:
+    def sent(self, now: float, held_until: float | None) -> None:
         """Something was sent outside of the lead; see to what follows of it.
 
         Args:
@@ -283,16 +286,16 @@ class Lead:
             self._leader = None  # it must watch the clock, not the engine
             self.poller.wake()
         if self._leader is None:
-            self._led_at = now
-            if now - self._polled_at > LOOK_SECONDS:
-                self._poll()
+            self.led_at = now
+            if now - self.polled_at > LOOK_SECONDS:
+                self.poll()
             if held_until is not None:
                 self._batch_at = held_until
             self._need_keeper(now)
         else:
-            self._nudge()
+            self.nudge()
 
-    def _nudge(self) -> None:
+    def nudge(self) -> None:
         """After sending outside of the lead: keep the sleeping leader up to date."""
         if self._leader is None:
             self._batch_at = self.mesh.batch_deadline()
@@ -300,7 +303,7 @@ class Lead:
         elif self._asleep_until or self._leader != threading.get_ident():
             # The engine may have taken in, while sending, what would have woken it.
             before = self.mesh.changed
-            self._poll()
+            self.poll()
             if (
                 self.mesh.changed != before
                 or self.mesh.next_deadline() < self._asleep_until
@@ -333,13 +336,14 @@ class Lead:
                 self._nap_until = _NEVER
             # Without the lock: two numbers are all that most turns look at.
             now = time.monotonic()
-            nap = min(self._led_at + IDLE_SECONDS, self._batch_at) - now
+            nap = min(self.led_at + IDLE_SECONDS, self._batch_at) - now
             if nap <= 0.0 or self._listeners or now >= self._upkeep_at:
                 with self.lock:
                     nap = self._turn()
 
     def _turn(self) -> float:
         """What is due; seconds until the next turn. The lock is held."""
+        self.chore()
         self._run_upkeep()
         if self.mesh.faults.deaf:
             return self.upkeep_seconds  # what is readable would stay so
@@ -348,7 +352,7 @@ class Lead:
             late_at = self._asleep_until + IDLE_SECONDS
             if now < late_at or not self._asleep_until:
                 self._batch_at = _NEVER  # the leader sees to it
-                calm = now - self._led_at > CALM_SECONDS
+                calm = now - self.led_at > CALM_SECONDS
                 longest = min(1.0, self.upkeep_seconds, late_at - now)
                 return max(IDLE_SECONDS, longest) if calm else IDLE_SECONDS
             # It does not wake up: a signal's handler runs in its thread, and may take
@@ -356,18 +360,18 @@ class Lead:
             self._leader, self._asleep_until = None, 0.0
             self._batch_at = self.mesh.batch_deadline()
         try:
-            if now - self._led_at < IDLE_SECONDS and not self._listeners:
+            if now - self.led_at < IDLE_SECONDS and not self._listeners:
                 if now >= self._batch_at:
-                    self._poll()
+                    self.poll()
                     self._batch_at = self.mesh.batch_deadline()
-                return min(self._led_at + IDLE_SECONDS, self._batch_at) - now
+                return min(self.led_at + IDLE_SECONDS, self._batch_at) - now
             self._leader = _KEEPER
-            self._poll()
+            self.poll()
             if not self._stop:
                 until = self.mesh.next_deadline()
                 self._wait_for_events(until, time.monotonic(), _KEEPER)
         except Exception:
-            logger.exception("the keeper of %s failed; it goes on", self._where)
+            logger.exception("the keeper of %s failed; it goes on", self.where)
             return IDLE_SECONDS
         return 0.0
 
@@ -382,7 +386,7 @@ class Lead:
             self.upkeep()
         except Exception:
             if not self.closing:
-                logger.exception("the upkeep of %s failed; it goes on", self._where)
+                logger.exception("the upkeep of %s failed; it goes on", self.where)
         finally:
             self.lock.acquire()
 

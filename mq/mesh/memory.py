@@ -7,14 +7,13 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Final
 
 from mq.mesh.large import INLINE_BYTES
-from mq.mesh.mesh import Mesh
-from mq.mesh.outgoing import Topic
-from mq.mesh.poller import Poller
-from mq.mesh.session import Session
-from mq.mesh.waiting import Wait, Waiting
 from mq.seconds import deadline_after
 
 if TYPE_CHECKING:
+    from mq.mesh.lead import Lead
+    from mq.mesh.outgoing import Topic
+    from mq.mesh.session import Session
+    from mq.mesh.waiting import Wait, Waits
     from mq.segments import Block
 
 NEW_BYTES_PER_SECOND: Final = 20e9
@@ -23,25 +22,31 @@ WAITED_FOR_BYTES: Final = 8_000_000
 """For less, a poller sleeps longer than new memory takes."""
 
 
-class Memory(Waiting):
-    """Calls that take shared memory; any thread may make them."""
+class Memory:
+    """Calls that take shared memory; any thread may make them.
 
-    def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
-        super().__init__(mesh, poller, where)
+    Attributes:
+        lender: Whom it is taken from; None: the transport has none of its own.
+    """
+
+    def __init__(self, lead: Lead, waits: Waits) -> None:
+        mesh = lead.mesh
+        self._lead = lead
+        self._waits = waits
         self._publisher = mesh.publisher
         self._topics = mesh.publisher.used
         lenders = [link.lender for link in mesh.links if link.lender is not None]
-        self._lender = lenders[0] if lenders else None
-        if self._lender is not None:
-            self._lender.freed = self._freed
+        self.lender = lenders[0] if lenders else None
+        if self.lender is not None:
+            self.lender.freed = self._freed
 
     def _freed(self) -> None:
         """Memory is there, or does not come, that left none for others."""
-        with self.lock:
-            self.mesh.changed += 1
-            self._tell()
+        with self._lead.lock:
+            self._lead.mesh.changed += 1
+            self._lead.tell()
 
-    def _take_block(
+    def take(
         self,
         name: str,
         nbytes: int,
@@ -58,7 +63,7 @@ class Memory(Waiting):
         Raises:
             PublishTimeout: Subscribers held all of it until the deadline.
         """
-        lender = self._lender
+        lender = self.lender
         assert lender is not None
         block = lender.take(nbytes, followed, grow=False)
         if block is None:
@@ -72,18 +77,18 @@ class Memory(Waiting):
 
         def reached() -> bool:
             if not found:
-                taken = self._outside(lambda: lender.take(nbytes, followed))
+                taken = self._lead.outside(lambda: lender.take(nbytes, followed))
                 if taken is not None:
                     found.append(taken)
             return bool(found) or not (lender.full and blockers())
 
-        with self.lock:
+        with self._lead.lock:
             topic = self._topics.get(name) or self._publisher.topic(name)
             if not reached():
                 if turns is None or not turns.told:
                     lender.waits += 1
                 who = self._who_borrows
-                if not self._wait_for(
+                if not self._waits.wait_for(
                     topic, reached, blockers, who, deadline, turns, memory=True
                 ):
                     return None, True
@@ -98,7 +103,7 @@ class Memory(Waiting):
         takes longer than that. Who keeps the last, or hoards another topic's messages,
         is not waited for.
         """
-        lender = self._lender
+        lead, lender = self._lead, self.lender
         assert lender is not None
         size = lender.block_bytes(nbytes, followed)
         until = time.monotonic()
@@ -106,19 +111,19 @@ class Memory(Waiting):
             until += nbytes / NEW_BYTES_PER_SECOND
         if deadline is not None:
             until = min(until, deadline)
-        with self.lock:
+        with lead.lock:
             topic = self._topics.get(name) or self._publisher.topic(name)
             try:
                 while self._is_lent(topic, size):
-                    self._poll()
-                    self.check()
+                    lead.poll()
+                    lead.check()
                     block = lender.take(nbytes, followed, grow=False)
                     if block is not None:
                         return block
-                    if not self._sleep(until):
+                    if not lead.sleep(until):
                         break
             finally:
-                self._leave()
+                lead.step_down()
         return lender.take(nbytes, followed)
 
     def _is_lent(self, topic: Topic, size: int) -> bool:
@@ -134,18 +139,18 @@ class Memory(Waiting):
         Raises:
             PublishTimeout: Subscribers held all of it for `timeout` seconds.
         """
-        self.check()
+        self._lead.check()
         deadline = deadline_after(timeout)
-        if self._lender is None or nbytes <= INLINE_BYTES:
+        if self.lender is None or nbytes <= INLINE_BYTES:
             return None
-        return self._take_block(name, nbytes, deadline)[0]
+        return self.take(name, nbytes, deadline)[0]
 
     def _who_borrows(self, borrowers: Collection[Session]) -> str:
-        assert self._lender is not None
+        assert self.lender is not None
         held = ", ".join(
             f"{session.name!r} holds {session.lent_bytes()}" for session in borrowers
         )
-        stats, refusal = self._lender.stats(), self._lender.refusal
+        stats, refusal = self.lender.stats(), self.lender.refusal
         remedy = (
             f"the system gives no more: {refusal}"
             if refusal

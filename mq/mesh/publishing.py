@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Final
 from mq import speed
 from mq.buffers import cache_bytes, copy
 from mq.mesh.large import INLINE_BYTES, Large
-from mq.mesh.memory import Memory
-from mq.mesh.mesh import Mesh
-from mq.mesh.outgoing import Outgoing, Topic
-from mq.mesh.poller import Poller
-from mq.mesh.waiting import Wait
 from mq.seconds import deadline_after
 
 if TYPE_CHECKING:
     from mq.frames import Frames
+    from mq.mesh.lead import Lead
+    from mq.mesh.memory import Memory
+    from mq.mesh.outgoing import Outgoing, Topic
+    from mq.mesh.waiting import Wait, Waits
     from mq.segments import Block
 
 
@@ -58,15 +57,20 @@ class _Way(Enum):
     LATER = 3
 
 
-class Publishing(Memory):
+class Publishing:
     """The publishing calls on a mesh; any thread may make them.
 
     Attributes:
         devices: Of which some connection may carry tensors.
     """
 
-    def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
-        super().__init__(mesh, poller, where)
+    def __init__(self, lead: Lead, waits: Waits, memory: Memory) -> None:
+        mesh = lead.mesh
+        self._lead = lead
+        self._waits = waits
+        self._memory = memory
+        self._publisher = mesh.publisher
+        self._topics = mesh.publisher.used
         self.devices = frozenset[str]().union(*(link.devices for link in mesh.links))
 
     def publish(
@@ -96,7 +100,7 @@ class Publishing(Memory):
         deadline = deadline_after(timeout)
         if (
             block is None
-            and self._lender is not None
+            and self._memory.lender is not None
             and frames.nbytes > INLINE_BYTES
             and not frames.areas
         ):
@@ -109,11 +113,12 @@ class Publishing(Memory):
         elif frames.nbytes <= INLINE_BYTES and block is None:
             frames = frames.packed()
             only_joins = not (retain or urgent or frames.needs)
-        self._wanted |= self.lock.locked()
-        with self.lock:
-            self._wanted = False
-            if self.closing or self.forked or self.mesh.replaced:
-                self._refuse()
+        lead = self._lead
+        lead.wanted |= lead.lock.locked()
+        with lead.lock:
+            lead.wanted = False
+            if lead.closing or lead.forked or lead.mesh.replaced:
+                lead.refuse()
             publisher = self._publisher
             topic = self._topics.get(name) or publisher.topic(name)
             if only_joins and topic.gate.admit(time.time(), frames.header):
@@ -122,7 +127,7 @@ class Publishing(Memory):
                 publisher.check(topic, frames)
             if not (
                 topic.has_credit()
-                or self._wait_for_credit(topic, frames, deadline, turns)
+                or self._waits.wait_for_credit(topic, frames, deadline, turns)
             ):
                 return False
             if block is not None and not publisher.is_followed(topic):  # any more
@@ -141,20 +146,20 @@ class Publishing(Memory):
         """Have a message in shared memory, if that is how it goes.
 
         Returns:
-            As `_take_block`. Where the subscribers follow, the memory is still empty.
+            As `Memory.take`. Where the subscribers follow, the memory is still empty.
         """
         way = self._way(name, frames, retain, deadline, turns)
         if way is _Way.LATER or way is _Way.SENT:
             return None, way is _Way.LATER
         if way is _Way.LAID_OUT:
             speed.expect_copy(frames.nbytes)
-        block, waits = self._take_block(
+        block, waits = self._memory.take(
             name, frames.nbytes, deadline, turns, way is _Way.FOLLOWED
         )
         if block is not None and block.counter is None:
             for start, piece in frames.segments():
-                if self.forked:  # by a handler: it is the parent's to write
-                    self._refuse()
+                if self._lead.forked:  # by a handler: it is the parent's to write
+                    self._lead.refuse()
                 stop = start + len(piece)
                 copy(piece, block.area[start:stop], frames.nbytes)
         return block, waits
@@ -182,7 +187,7 @@ class Publishing(Memory):
                 if due is not None and (held_until is None or due < held_until):
                     held_until = due
         except BaseException as error:
-            self.mesh.recover()
+            self._lead.mesh.recover()
             if topic.newest == newest:  # nobody got it
                 raise
             message = message or topic.message(newest + 1, view)
@@ -193,12 +198,12 @@ class Publishing(Memory):
         if type(message.data) is Large and block is None:
             self._stream(topic, message, stream)
             now = time.monotonic()
-        self._sent(now, held_until)
+        self._lead.sent(now, held_until)
         if held_until is not None and type(message.data) is bytes:
             topic.open_gate(now, published_at)
 
     def _own(self, topic: Topic, message: Outgoing, most_bytes: int | None) -> bool:
-        sessions = list(self.mesh.sessions.values())
+        sessions = list(self._lead.mesh.sessions.values())
         return self._publisher.own(topic, message, sessions, most_bytes)
 
     def _stream(self, topic: Topic, message: Outgoing, wait: bool) -> None:
@@ -210,6 +215,7 @@ class Publishing(Memory):
         more than twice the better of the two. All is waited for where memory is short.
         """
         assert isinstance(message.data, Large)
+        lead = self._lead
         to_copy = len(message.data) - sum(message.data.areas)
         budget = STREAM_SECONDS + to_copy / COPY_BYTES_PER_SECOND
         deadline = time.monotonic() + (budget if wait else 0.0)
@@ -218,14 +224,14 @@ class Publishing(Memory):
             while any(
                 s.conn is not None and s.unsent(topic, message) for s in sessions
             ):
-                if not self._sleep(deadline):
+                if not lead.sleep(deadline):
                     break
-                self._poll()
-                self._give_way()
+                lead.poll()
+                lead.give_way()
                 self._publisher.free_received(topic, message, sessions)
             while not self._own(topic, message, OWN_BYTES):
-                self._poll()  # new memory may be slow, and peers must hear of us
-                self._give_way()
+                lead.poll()  # new memory may be slow, and peers must hear of us
+                lead.give_way()
         except MemoryError:
             pass
         finally:
@@ -244,11 +250,11 @@ class Publishing(Memory):
             except MemoryError:
                 pass
             try:
-                self._sleep(time.monotonic() + RETRY_SECONDS)
-                self._poll()
+                self._lead.sleep(time.monotonic() + RETRY_SECONDS)
+                self._lead.poll()
             except BaseException as error:
                 interrupt = interrupt if isinstance(error, MemoryError) else error
-        self._leave()
+        self._lead.step_down()
         if interrupt is not None:
             raise interrupt
 
@@ -257,7 +263,7 @@ class Publishing(Memory):
 
         All of the transport's, while nobody listens.
         """
-        with self.lock:
+        with self._lead.lock:
             topic = self._publisher.topics.get(name)
             found = None if topic is None else self._publisher.carried(topic)
         return self.devices if found is None else frozenset(found)
@@ -271,9 +277,10 @@ class Publishing(Memory):
         turns: Wait | None,
     ) -> _Way:
         """How a message goes to its subscribers."""
-        with self.lock:
-            if self.closing or self.forked or self.mesh.replaced:
-                self._refuse()
+        lead = self._lead
+        with lead.lock:
+            if lead.closing or lead.forked or lead.mesh.replaced:
+                lead.refuse()
             topic = self._topics.get(name) or self._publisher.topic(name)
             if not (retain or self._publisher.is_read_in_place(topic)):
                 return _Way.SENT
@@ -281,7 +288,7 @@ class Publishing(Memory):
             self._publisher.check(topic, frames)
             if not (
                 topic.has_credit()
-                or self._wait_for_credit(topic, frames, deadline, turns)
+                or self._waits.wait_for_credit(topic, frames, deadline, turns)
             ):
                 return _Way.LATER
             if (

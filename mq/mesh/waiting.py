@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from mq.errors import PublishTimeout
 from mq.log import Log
 from mq.mesh import wire
-from mq.mesh.lead import Lead
-from mq.mesh.mesh import Mesh
-from mq.mesh.poller import Poller
 from mq.seconds import deadline_after
 
 if TYPE_CHECKING:
     from mq.frames import Frames
+    from mq.mesh.lead import Lead
     from mq.mesh.outgoing import Topic
     from mq.mesh.session import Session
 
@@ -66,17 +64,19 @@ class Wait:
         return min(self.deadline, self.complain_at)
 
 
-class Waiting(Lead):
+class Waits:
     """Calls that wait until others let them go on."""
 
-    def __init__(self, mesh: Mesh, poller: Poller, where: str) -> None:
-        super().__init__(mesh, poller, where)
-        self._waits: Counter[Session] = Counter()
+    def __init__(self, lead: Lead) -> None:
+        lead.chore = self._end_left_alone
+        self._lead = lead
+        self._mesh = lead.mesh
+        self._told: Counter[Session] = Counter()
         self._left_alone: deque[tuple[str, Wait]] = deque()
         # By topic. What an interrupt kept from its end is none when its call is gone.
         self._running = weakref.WeakKeyDictionary[Wait, str]()
 
-    def _wait_for(
+    def wait_for(
         self,
         topic: Topic,
         reached: Callable[[], bool],
@@ -100,14 +100,14 @@ class Waiting(Lead):
         Returns:
             False only for `turns`: it has to go on waiting.
         """
-        wait = Wait(deadline) if turns is None else turns
+        lead, wait = self._lead, Wait(deadline) if turns is None else turns
         wait.blocked = True
         self._running[wait] = topic.name
         try:
             while True:
-                self._poll(flush=True)
-                self.check()
-                seen = self.mesh.changed
+                lead.poll(flush=True)
+                lead.check()
+                seen = self._mesh.changed
                 if reached():
                     return True
                 now = time.monotonic()
@@ -127,12 +127,12 @@ class Waiting(Lead):
                 if turns is not None:
                     turns.lacks = None if memory else topic
                     return False
-                if self.mesh.changed == seen:
-                    self._sleep(wait.until())
+                if self._mesh.changed == seen:
+                    lead.sleep(wait.until())
         finally:
             if turns is None:
                 self._end(topic, wait)
-            self._leave()
+            lead.step_down()
 
     @contextlib.contextmanager
     def turns(self, name: str, timeout: float | None) -> Iterator[Wait]:
@@ -145,13 +145,13 @@ class Waiting(Lead):
             if wait.blocked:
                 wait.blocked = False
                 self._left_alone.append((name, wait))
-                self.upkeep_soon()
+                self._lead.upkeep_soon()
             raise
         finally:
             if wait.blocked:
-                with self.lock:
-                    self._end(self.mesh.publisher.topic(name), wait)
-                    self._leave()
+                with self._lead.lock:
+                    self._end(self._mesh.publisher.topic(name), wait)
+                    self._lead.step_down()
 
     def waited(self) -> dict[str, float]:
         """For how many seconds calls that still wait have done so, by topic."""
@@ -161,11 +161,10 @@ class Waiting(Lead):
             found[name] = found.get(name, 0.0) + now - wait.begin
         return found
 
-    def _run_upkeep(self) -> None:
+    def _end_left_alone(self) -> None:
         while self._left_alone:
             name, wait = self._left_alone.popleft()
-            self._end(self.mesh.publisher.topic(name), wait)
-        super()._run_upkeep()
+            self._end(self._mesh.publisher.topic(name), wait)
 
     def _end(self, topic: Topic, wait: Wait) -> None:
         self._running.pop(wait, None)
@@ -176,22 +175,22 @@ class Waiting(Lead):
         for session in sessions:
             if session not in told:
                 told.add(session)
-                self._waits[session] += 1
-                if self._waits[session] == 1:
+                self._told[session] += 1
+                if self._told[session] == 1:
                     session.control(wire.WAITING, True)
-                    self.mesh.setbacks.send(session, time.monotonic(), flush=True)
+                    self._mesh.setbacks.send(session, time.monotonic(), flush=True)
 
     def _tell_going_on(self, told: set[Session]) -> None:
         """The call does not wait any more; perhaps others of this member do."""
         while told:
             session = told.pop()
-            self._waits[session] -= 1
-            if self._waits[session] > 0:
+            self._told[session] -= 1
+            if self._told[session] > 0:
                 continue
-            del self._waits[session]
+            del self._told[session]
             if session.alive:
                 session.control(wire.WAITING, False)
-                self.mesh.setbacks.send(session, time.monotonic(), flush=True)
+                self._mesh.setbacks.send(session, time.monotonic(), flush=True)
 
     def _raise_timeout(
         self,
@@ -201,21 +200,21 @@ class Waiting(Lead):
         describe: Callable[[Collection[Session]], str],
     ) -> NoReturn:
         raise PublishTimeout(
-            f"{self._where}: not published on {topic.name!r} within "
+            f"{self._lead.where}: not published on {topic.name!r} within "
             f"{round(seconds, 3):g} s, nobody got the message: {describe(blockers)}",
             [session.name for session in blockers],
         )
 
     # -- credit ----------
 
-    def _wait_for_credit(
+    def wait_for_credit(
         self,
         topic: Topic,
         frames: Frames,
         deadline: float | None,
         turns: Wait | None,
     ) -> bool:
-        if not self._wait_for(
+        if not self.wait_for(
             topic,
             topic.has_credit,
             lambda: [feed.session for feed in topic.waits_for()],
@@ -224,7 +223,7 @@ class Waiting(Lead):
             turns,
         ):
             return False
-        self.mesh.publisher.check(topic, frames)
+        self._mesh.publisher.check(topic, frames)
         return True
 
 

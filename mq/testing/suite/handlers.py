@@ -117,7 +117,7 @@ def _handle_for_long(worker: Any) -> None:
 
 def _leads(worker: Any) -> bool:
     """Whether the main thread waits for what comes, for all threads."""
-    return bool(worker.queue._driver._leader == threading.main_thread().ident)
+    return bool(worker.queue._lead._leader == threading.main_thread().ident)
 
 
 def _handler_runs(worker: Any) -> bool:
