@@ -10,20 +10,24 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+CONFORMANCE = str(Path(__file__).with_name("test_conformance.py"))
 
 
 def main() -> int:
     """Run it; the exit status of the first run that failed, or 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("pytest_args", nargs="*", default=["tests/test_conformance.py"])
+    parser.add_argument("pytest_args", nargs="*", help="such as -- -k shm-")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what was begun
     burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         for run in range(1, args.runs + 1):
             begin = time.monotonic()
-            command = [sys.executable, "-m", "pytest", "-q", "-x", *args.pytest_args]
+            command = [sys.executable, "-m", "pytest", "-q", "-x", CONFORMANCE]
+            command += args.pytest_args
             status = subprocess.run(command, check=False).returncode
             seconds = time.monotonic() - begin
             print(f"run {run} of {args.runs}: status {status}, {seconds:.0f} s")

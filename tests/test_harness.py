@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fresh_python import ROOT
+from fresh_python import ROOT, output_of
 
 import mq
 from mq import registry
@@ -178,6 +178,23 @@ def test_a_hung_member_does_not_outlive_a_script_that_was_killed(
     ended, _, _ = select.select([watch], [], [], 60.0)
     os.close(watch)
     assert ended
+
+
+BLOCKED = """
+import signal
+from multiprocessing import forkserver, resource_tracker
+from mq.testing import run_case
+resource_tracker.ensure_running()  # first, as it unblocks SIGINT
+before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+forkserver.ensure_running()
+signal.pthread_sigmask(signal.SIG_SETMASK, before)
+run_case("tcp", "interrupt_ends_every_waiting_call")
+"""
+
+
+def test_members_hear_an_interrupt_that_their_server_does_not() -> None:
+    """What starts processes may have been begun by who blocks it, for good."""
+    assert output_of(BLOCKED) == ""
 
 
 def test_a_file_that_glibc_reads_for_a_moment_is_no_leak(tmp_path: Path) -> None:

@@ -182,8 +182,10 @@ def process_main(channel: Connection, stacks: Connection, setting: Setting) -> N
         setting: Of the case.
     """
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
-    # Ignored where a shell started all this in the background.
+    # Ignored where a shell started all this in the background, and blocked where who
+    # started the server of these processes has that, as the bench does.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     setting.take()
     worker = Worker(channel, ends_process=True)
     worker.loop()
