@@ -16,5 +16,7 @@ from mq import registry
 torch.set_num_threads(1)
 for _name in ("numpy", "mq.join", "mq.codec", "mq.loans", "mq.testing"):
     importlib.import_module(_name)
+for _name in ("directory", "tcp", "torchrun", "unread"):  # what `connect` may import
+    importlib.import_module(f"mq.rendezvous.{_name}")
 for _name in registry.names():
     registry.preload(_name)
