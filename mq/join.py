@@ -378,13 +378,16 @@ def _config(
 
 def _versions() -> dict[str, str]:
     import platform
+
+    packages = {package: _version(package) for package in ("tensormq", "torch")}
+    return {"python": platform.python_version(), **packages}
+
+
+@functools.cache  # it takes a part of a millisecond to look that up
+def _version(package: str) -> str:
     from importlib import metadata
 
-    def version(package: str) -> str:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return "not installed"
-
-    packages = {package: version(package) for package in ("tensormq", "torch")}
-    return {"python": platform.python_version(), **packages}
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
