@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench import advice, plan, tables
 from bench.apps.app import QUICK, name_of
@@ -15,6 +16,9 @@ from bench.apps.report import Source, Taken, joined, texts
 from bench.apps.report import conditions as published_apps
 from bench.rows import PLANNED, UNPACED, Result, read
 from bench.summary import Run, gather, number, published
+
+if TYPE_CHECKING:
+    from bench.plots import Plot
 
 DESCRIPTION = """\
 Write the report on a run again, or one report on several: any number of runs of
@@ -163,12 +167,12 @@ def write(found: Found, directory: Path) -> list[str]:
     coded = {"encoding": "utf-8", "errors": "backslashreplace"}  # names of files
     text.write_text(markdown(found), **coded)
     try:
-        from bench import page, plots
-        from bench.apps import plots as apps_plots
+        from bench import page
+
+        drawn = _drawn(found)
     except ImportError as error:
         reason = f"without plots and HTML page: {error.name} is not installed: "
         return [f"{reason}pip install 'tensormq[bench]'", f"report: {text}"]
-    drawn = [*plots.draw(found.run), *apps_plots.draw(found.apps)]
     for plot in drawn:
         plot.png(directory)
     whole = directory / "report.html"
@@ -178,6 +182,17 @@ def write(found: Found, directory: Path) -> list[str]:
     shown = page.render(found.run, applications(found), drawn, about)
     whole.write_text(shown, **coded)
     return [f"report: {whole}"]
+
+
+def _drawn(found: Found) -> list[Plot]:
+    from bench import plots
+
+    drawn = plots.draw(found.run)
+    if found.apps:
+        from bench.apps import plots as apps_plots  # which loads torch
+
+        drawn += apps_plots.draw(found.apps)
+    return drawn
 
 
 def applications(found: Found) -> list[tables.Text]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from bench_results import LOSSY, TRANSPORTS, row, whole_run, write
+from fresh_python import output_of
 from pages import Page, seen
 
 from bench import advice, plan, report, rows, tables
@@ -448,6 +449,18 @@ def test_without_matplotlib_there_is_the_markdown_report(
     assert "matplotlib is not installed: pip install 'tensormq[bench]'" in first
     assert last == f"report: {tmp_path / 'new' / 'report.md'}"
     assert (tmp_path / "new" / "report.md").exists()
+
+
+def test_a_report_without_applications_loads_no_torch(
+    results: Path, tmp_path: Path
+) -> None:
+    """It takes seconds, and nothing of it is drawn."""
+    program = (
+        "import sys; from bench.report import main\n"
+        f"assert main([{str(results)!r}, '--output', {str(tmp_path)!r}]) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert output_of(program).endswith("report.html\n")
 
 
 @pytest.mark.parametrize(
