@@ -135,7 +135,7 @@ class BlockingQueue(Receiving):
         nbytes = loans.room(shape, dtype)
         least = nbytes - loans.HEADER_BYTES
         self._driver.look(lambda: self._mesh.publisher.topic(topic).check_size(least))
-        block = self._driver.memory.take_block(topic, nbytes, timeout)
+        block = self._driver.memory.take_for_loan(topic, nbytes, timeout)
         memory = self._pool.take(nbytes) if block is None else block.area
         loaned = loans.lay_out(memory, shape, dtype)
         yield loaned

@@ -66,7 +66,7 @@ def test_a_member_hears_that_apublish_waits_for_it(
 
     async def body() -> None:
         call = asyncio.create_task(a.apublish("t", "second"))
-        while not a._driver.waits._told:
+        while not a._driver.waits._waited_for:
             await asyncio.sleep(0)
         with pytest.raises(mq.PublishTimeout, match="is itself waiting in publish"):
             b.publish("u", "second", timeout=0.1)

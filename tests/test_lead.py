@@ -130,7 +130,7 @@ def test_a_leader_is_told_what_its_own_handler_found(lead: Lead, what: str) -> N
             if what == "polls":
                 lead.poll()
             elif what == "sends":
-                lead.sent(0.0, 1.0)
+                lead.after_sending(0.0, 1.0)
             elif what == "waits":
                 lead.sleep(None)
                 lead.step_down()
@@ -203,14 +203,14 @@ def test_a_keeper_that_sleeps_on_the_engine_is_told_that_nobody_leads(
 def test_a_keeper_that_is_about_to_nap_is_told_of_a_batch(lead: Lead) -> None:
     """It may have looked before the batch was held: the bell ends its nap at once."""
     lead._leader = None
-    lead.sent(1.0, 1.001)
+    lead.after_sending(1.0, 1.001)
     assert lead._bell.acquire(timeout=0)
 
 
 def test_a_keeper_that_naps_briefly_is_left_alone(lead: Lead) -> None:
     """Waking it costs the other threads the interpreter lock."""
     lead._nap_until = 1.0005
-    lead.sent(1.0, 1.001)
+    lead.after_sending(1.0, 1.001)
     assert not lead._bell.acquire(timeout=0)
     assert wakes(lead) == 0
 

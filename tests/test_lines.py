@@ -575,7 +575,7 @@ def test_a_task_that_is_freed_under_the_lock_ends_its_wait(pair: Pair) -> None:
             turns.__exit__(GeneratorExit, GeneratorExit(), None)
 
     wait_until(
-        lambda: not driver.look(lambda: driver.waits._told[session]),
+        lambda: not driver.look(lambda: driver.waits._waited_for[session]),
         "the keeper to say that nobody waits",
     )
     assert a.stats()["topics"]["full"]["blocked_seconds"] > 0

@@ -273,6 +273,7 @@ def lead_of(ready: deque[str], **attributes: Any) -> Any:
         "lock": threading.Lock(),
         "closing": False,
         "forked": False,
+        "poller": SimpleNamespace(wake=lambda: None),
         "tell_all": lambda: None,
     }
     return SimpleNamespace(**values | attributes)

@@ -30,7 +30,7 @@ def test_a_message_is_written_first_for_who_joined_and_only_views(
         mq.connect("shm", group=group, name="c") as c,
     ):
         b.subscribe("t", timeout=DEADLINE)
-        take, publish = a._driver.memory.take, Publisher.publish
+        take, publish = a._driver.memory.take_in_turn, Publisher.publish
 
         def take_and_join(*arguments: Any) -> Any:
             found = take(*arguments)
@@ -45,7 +45,7 @@ def test_a_message_is_written_first_for_who_joined_and_only_views(
             written.append(there == len(block.area))
             return publish(publisher, *arguments)
 
-        monkeypatch.setattr(a._driver.memory, "take", take_and_join)
+        monkeypatch.setattr(a._driver.memory, "take_in_turn", take_and_join)
         monkeypatch.setattr(Publisher, "publish", look)
         a.publish("t", payload, timeout=DEADLINE)
         for queue in (b, c):

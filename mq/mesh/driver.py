@@ -79,7 +79,7 @@ class Driver:
         """What `read` finds under the lock.
 
         Where nothing is compiled, only frames of this package's tell that a thread has
-        it: see `is_in_the_middle`.
+        it: see `Lead.is_in_the_middle`.
         """
         with self.lead.lock:
             return read()
@@ -121,7 +121,7 @@ class Driver:
     def leave(self, reason: str, deadline: float) -> list[tuple[Feed, int]]:
         """Deliver what was published, say BYE, stop the mesh.
 
-        Other calls must already have been ended by `closing`.
+        Other calls must already have been ended, by `Lead.end_calls`.
 
         Args:
             reason: What the others are told.

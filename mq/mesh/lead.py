@@ -50,14 +50,14 @@ class Lead:
     """A mesh, its lock, its keeper thread, and turns at polling it.
 
     Attributes:
+        mesh, poller, lock: What works under the lock, and what sleeps without it.
         where: Of which queue it is, for errors.
-        closing: Whether calls must end.
-        ender: What ended them then, for the error.
+        closing, ender: Whether calls must end, and what ends them, for the error.
         forked: Whether this is the copy of another process's queue.
-        upkeep: Called by the keeper every `upkeep_seconds`, without the lock.
-        chore: Called by the keeper in each of its turns, with the lock.
+        upkeep, upkeep_seconds: What the keeper calls without the lock, and how often.
+        chore: What it calls in each of its turns with the lock; there is one at most.
         wanted: A thread has found the lock taken; who gets it takes that back.
-        led_at: When a call had the lead for the last time.
+        led_at: When a call last led, or did what lets the keeper nap on.
         polled_at: When the mesh worked for the last time.
     """
 
@@ -130,6 +130,7 @@ class Lead:
             self.refuse()
 
     def refuse(self) -> NoReturn:
+        """Raises: Closed, ForkedProcess."""
         if self.forked:
             raise ForkedProcess(
                 f"{self.where} was connected before this process was forked; connect "
@@ -165,10 +166,9 @@ class Lead:
         self._listeners.tell()
 
     def tell_all(self) -> None:
-        """Have everybody who waits look again; the lock is held."""
+        """Have everybody look again who waits and does not lead; the lock is held."""
         self._changes.notify_all()
         self._listeners.tell()
-        self.poller.wake()
 
     def sleep(self, deadline: float | None) -> bool:
         """Wait until something may have changed; the lock is held before and after.
@@ -275,7 +275,7 @@ class Lead:
         elif self.mesh.next_deadline() < self._asleep_until:
             self.poller.wake()  # what this call left unfinished is the leader's
 
-    def sent(self, now: float, held_until: float | None) -> None:
+    def after_sending(self, now: float, held_until: float | None) -> None:
         """Something was sent outside of the lead; see to what follows of it.
 
         Args:

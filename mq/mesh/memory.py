@@ -46,7 +46,7 @@ class Memory:
             self._lead.mesh.changed += 1
             self._lead.tell()
 
-    def take(
+    def take_in_turn(
         self,
         name: str,
         nbytes: int,
@@ -133,7 +133,9 @@ class Memory:
             for block in session.lent.values()
         )
 
-    def take_block(self, name: str, nbytes: int, timeout: float | None) -> Block | None:
+    def take_for_loan(
+        self, name: str, nbytes: int, timeout: float | None
+    ) -> Block | None:
         """Shared memory to fill in place; None where there is none to be had.
 
         Raises:
@@ -143,7 +145,7 @@ class Memory:
         deadline = deadline_after(timeout)
         if self.lender is None or nbytes <= INLINE_BYTES:
             return None
-        return self.take(name, nbytes, deadline)[0]
+        return self.take_in_turn(name, nbytes, deadline)[0]
 
     def _who_borrows(self, borrowers: Collection[Session]) -> str:
         assert self.lender is not None

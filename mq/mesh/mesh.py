@@ -1,7 +1,7 @@
 """The mesh: sessions with all peers, and what travels over them.
 
 Pure logic over any `Link`: it never waits, starts no thread and reads no clock but the
-one it was given. `mq.mesh.driver` calls it under one lock, from whichever thread leads.
+one it was given. The driver's calls and its keeper use it under one lock.
 
 An exception that leaves it in the middle of a frame, a KeyboardInterrupt for example,
 is answered with `recover`: the connection concerned is dropped and the session resumed,

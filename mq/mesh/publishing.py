@@ -104,8 +104,8 @@ class Publishing:
             and frames.nbytes > INLINE_BYTES
             and not frames.areas
         ):
-            block, waits = self._lay_out(name, frames, retain, deadline, turns)
-            if waits:
+            block, must_wait = self._lay_out(name, frames, retain, deadline, turns)
+            if must_wait:
                 return False
         only_joins = False
         if frames.areas:
@@ -146,14 +146,14 @@ class Publishing:
         """Have a message in shared memory, if that is how it goes.
 
         Returns:
-            As `Memory.take`. Where the subscribers follow, the memory is still empty.
+            As `Memory.take_in_turn`. Where the subscribers follow, it is empty yet.
         """
         way = self._way(name, frames, retain, deadline, turns)
         if way is _Way.LATER or way is _Way.SENT:
             return None, way is _Way.LATER
         if way is _Way.LAID_OUT:
             speed.expect_copy(frames.nbytes)
-        block, waits = self._memory.take(
+        block, must_wait = self._memory.take_in_turn(
             name, frames.nbytes, deadline, turns, way is _Way.FOLLOWED
         )
         if block is not None and block.counter is None:
@@ -162,7 +162,7 @@ class Publishing:
                     self._lead.refuse()
                 stop = start + len(piece)
                 copy(piece, block.area[start:stop], frames.nbytes)
-        return block, waits
+        return block, must_wait
 
     def _commit(
         self,
@@ -198,7 +198,7 @@ class Publishing:
         if type(message.data) is Large and block is None:
             self._stream(topic, message, stream)
             now = time.monotonic()
-        self._lead.sent(now, held_until)
+        self._lead.after_sending(now, held_until)
         if held_until is not None and type(message.data) is bytes:
             topic.open_gate(now, published_at)
 

@@ -114,6 +114,7 @@ class Taking:
                     box[0] = None
                 self.stranded.popleft()
             self._lead.tell_all()  # another thread may be waiting for it
+            self._lead.poller.wake()
 
     def discard_inbox(self) -> None:
         """Count what `recv` will never take."""

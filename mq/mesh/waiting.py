@@ -68,13 +68,13 @@ class Waits:
     """Calls that wait until others let them go on."""
 
     def __init__(self, lead: Lead) -> None:
-        lead.chore = self._end_left_alone
         self._lead = lead
         self._mesh = lead.mesh
-        self._told: Counter[Session] = Counter()
+        self._waited_for: Counter[Session] = Counter()
         self._left_alone: deque[tuple[str, Wait]] = deque()
         # By topic. What an interrupt kept from its end is none when its call is gone.
         self._running = weakref.WeakKeyDictionary[Wait, str]()
+        lead.chore = self._end_left_alone
 
     def wait_for(
         self,
@@ -175,8 +175,8 @@ class Waits:
         for session in sessions:
             if session not in told:
                 told.add(session)
-                self._told[session] += 1
-                if self._told[session] == 1:
+                self._waited_for[session] += 1
+                if self._waited_for[session] == 1:
                     session.control(wire.WAITING, True)
                     self._mesh.setbacks.send(session, time.monotonic(), flush=True)
 
@@ -184,10 +184,10 @@ class Waits:
         """The call does not wait any more; perhaps others of this member do."""
         while told:
             session = told.pop()
-            self._told[session] -= 1
-            if self._told[session] > 0:
+            self._waited_for[session] -= 1
+            if self._waited_for[session] > 0:
                 continue
-            del self._told[session]
+            del self._waited_for[session]
             if session.alive:
                 session.control(wire.WAITING, False)
                 self._mesh.setbacks.send(session, time.monotonic(), flush=True)
@@ -214,6 +214,11 @@ class Waits:
         deadline: float | None,
         turns: Wait | None,
     ) -> bool:
+        """As `wait_for`, until the topic has credit for another message.
+
+        Raises:
+            MessageTooLarge, CodecError: Who subscribed meanwhile would refuse it.
+        """
         if not self.wait_for(
             topic,
             topic.has_credit,
