@@ -206,6 +206,7 @@ class Codec:
         Raises:
             CodecError: It is malformed.
             UntrustedPayload: It needs a type or the permission that is missing here.
+            MemoryError: There is none for it, here or on the device.
         """
         try:
             return self._decode(area, device, read_only, own)

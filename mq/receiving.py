@@ -74,8 +74,9 @@ class Receiving(Membership):
             MessageTooLarge: A retained message was, for this member; it goes on, too.
             UntrustedPayload, CodecError: A message could not be decoded; the next
                 call goes on.
-            MemoryError: There was none to copy or to decode a message; it comes again
-                at the next call, and is given up if there is none then, as it says.
+            MemoryError: There was none to copy or to decode a message, here or on its
+                `device`; it comes again at the next call, and is given up if there is
+                none then, as it says.
             Closed: The queue is closed, or was closed while waiting.
         """
         box: list[Any] = [None]  # what is taken is in the inbox or in there

@@ -269,11 +269,16 @@ def _moved(tensor: torch.Tensor, device: str | None) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _work_on(device: object, nbytes: int) -> Iterator[None]:
-    """Make what torch raises, for want of memory above all, the message's error."""
+    """Make what torch raises the message's error, or a lack of memory, which may end.
+
+    Raises:
+        MemoryError, CodecError: In words that name the device.
+    """
     try:
         yield
     except RuntimeError as error:
-        raise CodecError(
+        full = isinstance(error, torch.cuda.OutOfMemoryError)
+        raise (MemoryError if full else CodecError)(
             f"a tensor of {nbytes} bytes cannot be put on {device}: "
             f"{first_line(error)}; free memory there, or subscribe with another device"
         ) from error

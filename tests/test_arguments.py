@@ -376,18 +376,44 @@ def test_a_tensor_that_its_device_does_not_take_is_refused_by_name(
     a, b = pair
     b.subscribe("u", device="cpu", timeout=10)
 
-    def full(tensor: torch.Tensor, device: str) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory.\nAnd more.")
+    def broken(tensor: torch.Tensor, device: str) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an assert.\nAnd more.")
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "to", full)
+        patched.setattr(torch.Tensor, "to", broken)
         a.publish("u", {"x": torch.ones(2)})
-        problem = "message 0 from 'a' on 'u': .* 8 bytes .* on cpu: CUDA out of memory;"
+        problem = "message 0 from 'a' on 'u': .* 8 bytes .* on cpu: CUDA .* assert;"
         with pytest.raises(mq.CodecError, match=problem):
             b.recv(timeout=10)
     assert b.stats()["topics"]["u"]["refused"] == 1
     a.publish("u", torch.ones(2))
     assert b.recv(timeout=10).payload.sum() == 2
+
+
+def test_a_tensor_for_which_its_device_is_full_comes_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the next call, as where this process lacks memory, and once."""
+    a, b = pair
+    b.subscribe("u", device="cpu", timeout=10)
+
+    def full(tensor: torch.Tensor, device: str) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nAnd more.")
+
+    for number, tries in enumerate((1, 2)):
+        a.publish("u", {"x": torch.ones(2)}, timeout=10)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "to", full)
+            for n in range(tries):
+                becomes = ("comes again", "is given up")[n]
+                problem = (
+                    f"message {number} .* {becomes}: .* on cpu: CUDA out of memory;"
+                )
+                with pytest.raises(MemoryError, match=problem):
+                    b.recv(timeout=10)
+        if tries == 1:
+            assert b.recv(timeout=0).payload["x"].sum() == 2
+    assert b.stats()["topics"]["u"]["refused"] == 1
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_bools_of_an_area_are_sound() -> None:
         assert found.tolist() == [0, 1, 1, 1]
 
 
-def test_a_device_without_room_for_sound_bools_is_a_codec_error(
+def test_a_device_without_room_for_sound_bools_lacks_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are copied where they arrived."""
@@ -239,7 +239,7 @@ def test_a_device_without_room_for_sound_bools_is_a_codec_error(
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(torch.Tensor, "ne", full)
-    with pytest.raises(CodecError, match="2 bytes cannot be put on cpu: no memory;"):
+    with pytest.raises(MemoryError, match="2 bytes cannot be put on cpu: no memory;"):
         CODEC.decode(arrived)
 
 
