@@ -190,7 +190,7 @@ class Arrival:
             return self._is_renewed(holder)
         left = max(0.0, self._deadline - time.monotonic())
         answered = self._driver.wait_until(lambda: dial.done, min(left, PROBE_SECONDS))
-        self._driver.run(lambda: self._mesh.greetings.cancel(dial))
+        self._driver.run(lambda: self._mesh.dialling.cancel(dial))
         dial.raise_refusal()
         if not answered and left < PROBE_SECONDS:
             raise ConnectTimeout(
@@ -254,9 +254,9 @@ class Arrival:
                 self._driver.wait_until(greeted, min(left, LEAVING_SECONDS))
 
     def _dial(self, record: rendezvous.Record, *, probe: bool = False) -> Dial:
-        greetings = self._mesh.greetings
+        dialling = self._mesh.dialling
         same_host = self._mesh.config.is_near(record.process)
-        routes = functools.partial(greetings.routes, record.addresses, same_host)
+        routes = functools.partial(dialling.routes, record.addresses, same_host)
         dial = Dial(
             self._driver.look(routes),
             incarnation=record.incarnation,
@@ -264,7 +264,7 @@ class Arrival:
             probe=probe,
             until=time.monotonic() + PROBE_SECONDS if probe else self._deadline + 1.0,
         )
-        self._driver.run(functools.partial(greetings.start, dial))
+        self._driver.run(functools.partial(dialling.start, dial))
         return dial
 
     def _greet_recorded(self) -> list[Entry]:

@@ -22,7 +22,7 @@ def dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:
     mesh = driver.mesh
     dials = []
     for address in settings.attach_to:
-        find = functools.partial(mesh.greetings.routes, [address], same_host=True)
+        find = functools.partial(mesh.dialling.routes, [address], same_host=True)
         routes = driver.look(find)
         if not routes or addresses.is_any_port(address):
             raise ValueError(
@@ -32,7 +32,7 @@ def dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:
             )
         dial = Dial(routes, until=deadline + 1.0)
         dials.append(dial)
-        driver.run(functools.partial(mesh.greetings.start, dial))
+        driver.run(functools.partial(mesh.dialling.start, dial))
 
     def reached(dial: Dial) -> bool:
         session = mesh.sessions.get(dial.incarnation)

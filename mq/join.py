@@ -145,7 +145,7 @@ class Joined:
 
         def is_known() -> bool:
             known = {mesh.config.incarnation, *mesh.sessions}
-            known.update(dial.incarnation for dial in mesh.greetings.dials)
+            known.update(dial.incarnation for dial in mesh.dialling.dials)
             return other.incarnation in known
 
         if self.driver.look(is_known) or entry.expired or self.driver.lead.closing:
@@ -153,10 +153,10 @@ class Joined:
         if not within_reach(self.link, other.process):
             return  # it will be told so itself
         same_host = mesh.config.is_near(other.process)
-        find = functools.partial(mesh.greetings.routes, other.addresses, same_host)
+        find = functools.partial(mesh.dialling.routes, other.addresses, same_host)
         routes, until = self.driver.look(find), time.monotonic() + other.lease
         dial = Dial(routes, incarnation=other.incarnation, name=other.name, until=until)
-        self.driver.run(functools.partial(mesh.greetings.start, dial))
+        self.driver.run(functools.partial(mesh.dialling.start, dial))
 
 
 def join(

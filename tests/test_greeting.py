@@ -42,7 +42,7 @@ def test_what_was_granted_ends_with_the_session_that_it_was_to_resume() -> None:
     session = a.session(b)
     assert b.session(a).dialler
     world.cut("a", "b")
-    greeters = a.mesh.greetings._greeters
+    greeters = a.mesh.dialling.greeters
     while not any(greeter.granted for greeter in greeters.values()):
         b.poll()
         world.net.deliver_all()

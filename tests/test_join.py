@@ -370,7 +370,7 @@ def test_who_is_new_at_a_rendezvous_service_is_dialled_at_once() -> None:
         with contextlib.closing(service):
             assert service.claim(late).holder is None
             joined.upkeep()
-            dials = queue._mesh.greetings.dials
+            dials = queue._mesh.dialling.dials
             assert driver.wait_until(
                 lambda: any(dial.name == "b" for dial in dials), 20
             )
@@ -703,7 +703,7 @@ def test_who_is_out_of_reach_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> 
             entry = Entry(dataclasses.replace(late, process=process), 0.0)
             monkeypatch.setattr(meeting, "recent", lambda entry=entry: [entry])
             joined.upkeep()
-            assert len(queue._mesh.greetings.dials) == dials
+            assert len(queue._mesh.dialling.dials) == dials
 
 
 def test_who_interrupts_close_takes_leave_all_the_same(

@@ -109,7 +109,7 @@ def test_members_greet_and_know_each_other() -> None:
     world = World("a", "b", "c", "d")
     for member in world.members.values():
         assert member.peers() == sorted(set("abcd") - {member.name})
-        assert not member.mesh.greetings.dials
+        assert not member.mesh.dialling.dials
         assert set(member.link.conns) == set(member.mesh.conns)
 
 
@@ -168,7 +168,7 @@ def cross_dials(dials: dict[int, str], orders: int) -> None:
             member = world[name]
             assert member.peers() == [other]
             assert set(member.link.conns) == set(member.mesh.conns)
-            assert not member.mesh.greetings.dials
+            assert not member.mesh.dialling.dials
             assert member.mesh.stats.forgotten == 0
             assert member.mesh.stats.lost_connections == 0
             assert member.payloads() == [b"%d" % n for n in range(sent[other])]
@@ -191,9 +191,9 @@ def test_a_dial_to_an_unknown_member_asks_first() -> None:
     """An address is enough; the first route that answers is the one that is used."""
     world = strangers("a", "b")
     a, b = world["a"], world["b"]
-    greetings = a.mesh.greetings
-    routes = greetings.routes(["script://nobody", b.link.address], True)
-    dial = greetings.start(Dial(routes))
+    dialling = a.mesh.dialling
+    routes = dialling.routes(["script://nobody", b.link.address], True)
+    dial = dialling.start(Dial(routes))
     world.settle()
     assert dial.done
     assert dial.incarnation == b.incarnation
@@ -205,8 +205,8 @@ def test_a_probe_asks_who_is_there_and_begins_nothing() -> None:
     """A probe is answered with the name and incarnation, and no session follows."""
     world = strangers("a", "b")
     a, b = world["a"], world["b"]
-    routes = a.mesh.greetings.routes([b.link.address], True)
-    dial = a.mesh.greetings.start(
+    routes = a.mesh.dialling.routes([b.link.address], True)
+    dial = a.mesh.dialling.start(
         Dial(routes, incarnation=incarnation("b", 1), probe=True)
     )
     world.settle()
@@ -248,8 +248,8 @@ def test_an_address_that_is_another_members_by_now_is_not_mistaken() -> None:
     a.subscribe("t")
     world.settle()
     session = a.session(b)
-    routes = a.mesh.greetings.routes([b.link.address], True)
-    dial = a.mesh.greetings.start(Dial(routes, incarnation=incarnation("gone", 1)))
+    routes = a.mesh.dialling.routes([b.link.address], True)
+    dial = a.mesh.dialling.start(Dial(routes, incarnation=incarnation("gone", 1)))
     world.advance(1.0)
     assert not dial.done
     assert "not the member" in dial.error
@@ -382,7 +382,7 @@ def test_bye_ends_a_session_at_once() -> None:
     world.settle()
     assert world["b"].payloads() == [b"last words"]
     assert world["b"].mesh.stats.forgotten == 0
-    assert not world["b"].mesh.greetings.dials
+    assert not world["b"].mesh.dialling.dials
 
 
 def test_the_answer_to_bye_is_not_cut_off_by_a_close() -> None:
@@ -614,7 +614,7 @@ def test_what_was_granted_to_a_forgotten_session_never_begins() -> None:
     world.stall("a")
     world.cut("a", "b")
     world.pump()  # b dials, a does not answer
-    assert any(dial.session is session for dial in b.mesh.greetings.dials)
+    assert any(dial.session is session for dial in b.mesh.dialling.dials)
     b.mesh.forget(session, "given up")
     world.unstall("a")
     world.advance(2.0)

@@ -469,10 +469,10 @@ class MeshMachine(RuleBasedStateMachine):
         alive = {m.incarnation for m in self.world.members.values()}
         for member in self.world.members.values():
             mesh = member.mesh
-            greeters = mesh.greetings._greeters
+            greeters = mesh.dialling.greeters
             # Who was killed, and not seen to be, is still looked for.
-            assert alive.isdisjoint(d.incarnation for d in mesh.greetings.dials)
-            assert {g.dial for g in greeters.values()} <= set(mesh.greetings.dials)
+            assert alive.isdisjoint(d.incarnation for d in mesh.dialling.dials)
+            assert {g.dial for g in greeters.values()} <= set(mesh.dialling.dials)
             assert set(member.link.conns) == {*mesh.conns, *greeters}
             assert len(mesh.conns) == len(self.world.members) - 1
             assert mesh.stats.malformed == 0

@@ -46,7 +46,7 @@ def expect_resumed(world: World, *published: bytes) -> None:
         assert (stats.forgotten, stats.malformed) == (0, 0)
         (session,) = world[name].mesh.sessions.values()
         assert session.stats.connections == 2
-        assert not world[name].mesh.greetings.dials
+        assert not world[name].mesh.dialling.dials
         assert len(world[name].link.conns) == 1
 
 
@@ -145,7 +145,7 @@ def test_attempts_side_by_side_end_with_the_session(world: World) -> None:
     world["b"].mesh.forget(session, "given up", proven=True)
     assert not world["b"].link.conns
     world.advance(1.0)
-    assert not world["b"].mesh.greetings.dials
+    assert not world["b"].mesh.dialling.dials
 
 
 def test_who_greets_again_is_not_silent(world: World) -> None:
@@ -239,7 +239,7 @@ def test_a_session_is_resumed_over_a_long_way() -> None:
         most = max(most, len(world["b"].link.conns))
     assert 2 < most <= 2 + ATTEMPT_SECONDS / LONGEST_PACE
     for name in "ab":
-        assert not world[name].mesh.greetings.dials
+        assert not world[name].mesh.dialling.dials
         (session,) = world[name].mesh.sessions.values()
         assert session.stats.connections == 2
     world.close()

@@ -91,7 +91,7 @@ def watched(watch: Watch, patch: pytest.MonkeyPatch, **options: Any) -> mq.MQ:
             super().__init__(mesh, poller, where)
             watch.lock = self.lead.lock
             watch.attributes(mesh, {"sessions", "conns", "forgotten", "changed"})
-            watch.attributes(mesh.greetings, {"dials"})
+            watch.attributes(mesh.dialling, {"dials"})
             watch.calls(mesh, "replace")
             for link in mesh.links:
                 for name in ("dial", "rank", "poll", "is_routable", "describe"):
@@ -175,8 +175,7 @@ def test_who_is_new_is_dialled_under_the_lock(
         monkeypatch.setattr(meeting, "recent", lambda: [Entry(new, 0.0)])
         queue._joined.upkeep()
         assert [
-            dial.name
-            for dial in queue._driver.look(lambda: queue._mesh.greetings.dials)
+            dial.name for dial in queue._driver.look(lambda: queue._mesh.dialling.dials)
         ] == ["b"]
     assert watch.breaches == []
 
@@ -242,8 +241,8 @@ def test_what_cannot_be_decoded_is_counted_under_the_lock(
 ) -> None:
     """Of two threads that count at once none is left out."""
 
-    def full(tensor: torch.Tensor, device: str) -> torch.Tensor:
-        raise torch.OutOfMemoryError("out of memory")
+    def broken(tensor: torch.Tensor, device: str) -> torch.Tensor:
+        raise RuntimeError("CUDA error")
 
     with (
         mq.connect("tcp", group="watched", name="b") as b,
@@ -252,9 +251,9 @@ def test_what_cannot_be_decoded_is_counted_under_the_lock(
         a.subscribe("t", device="cpu")
         watch.attributes(a._mesh.subscriber.topics["t"].stats, {"refused"})
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "to", full)
+            patch.setattr(torch.Tensor, "to", broken)
             b.publish("t", torch.ones(2))
-            with pytest.raises(mq.CodecError, match="out of memory"):
+            with pytest.raises(mq.CodecError, match="CUDA error"):
                 a.recv(DEADLINE)
         assert a.stats()["topics"]["t"]["refused"] == 1
     assert watch.breaches == []

@@ -134,15 +134,15 @@ class Member:
 
     def dial(self, other: Member) -> Dial:
         """Dial a member whose record was found at the rendezvous."""
-        greetings = self.mesh.greetings
-        routes = greetings.routes(other.mesh.config.addresses, True)
+        dialling = self.mesh.dialling
+        routes = dialling.routes(other.mesh.config.addresses, True)
         dial = Dial(routes, incarnation=other.incarnation, name=other.name)
-        return greetings.start(dial)
+        return dialling.start(dial)
 
     def dial_blindly(self, address: str) -> Dial:
         """Dial an address without knowing who is there."""
-        greetings = self.mesh.greetings
-        return greetings.start(Dial(greetings.routes([address], True)))
+        dialling = self.mesh.dialling
+        return dialling.start(Dial(dialling.routes([address], True)))
 
     def poll(self) -> None:
         """One turn of the driver."""

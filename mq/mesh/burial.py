@@ -20,7 +20,7 @@ def bury(mesh: Mesh, session: Session) -> None:
     _end_loans(mesh, session)
     mesh.cut(session)
     mesh.liveness.unwatch(session)
-    mesh.greetings.cancel_redial(session)
+    mesh.dialling.cancel_redial(session)
     undelivered = session.describe_undelivered()
     mesh.publisher.remove(session)
     mesh.subscriber.remove(session, may_return=not proven)
@@ -37,7 +37,7 @@ def bury(mesh: Mesh, session: Session) -> None:
         mesh.stats.forgotten += 1
         logger.warning("gave up %s: %s%s", session.name, reason, undelivered)
         if not superseded:
-            mesh.greetings.dial_estranged(session)
+            mesh.dialling.dial_estranged(session)
     session.drop_frames()
     del mesh.sessions[session.peer.incarnation]
 

@@ -42,13 +42,18 @@ longer is found by the rendezvous, where there is one."""
 
 
 class Dialling:
-    """The dialler's half of `Greetings`; connections greet once they are open."""
+    """The dials of a mesh; their connections greet once they are open.
+
+    Attributes:
+        dials: Those under way.
+        greeters: The connections in their handshake, also those accepted.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._faults = mesh.faults
-        self._greeters: dict[Conn, Greeter] = {}
         self.dials: list[Dial] = []
+        self.greeters: dict[Conn, Greeter] = {}
 
     def routes(
         self, addresses: Sequence[str], same_host: bool
@@ -63,7 +68,7 @@ class Dialling:
     def start(self, dial: Dial) -> Dial:
         """Begin to dial; progress is in the attributes of `dial`."""
         self.dials.append(dial)
-        self._attempt(dial, self._mesh.clock())
+        self.attempt(dial, self._mesh.clock())
         return dial
 
     def redial(self, session: Session) -> None:
@@ -111,7 +116,8 @@ class Dialling:
                 routes = first
         return routes
 
-    def _attempt(self, dial: Dial, now: float) -> None:
+    def attempt(self, dial: Dial, now: float) -> None:
+        """Try the next of a dial's routes, unless it has come to an end."""
         if dial.done:
             return
         if dial.session is not None and not dial.session.alive:
@@ -133,10 +139,10 @@ class Dialling:
             dial.failed(f"{address}: {error}", now)  # first, as the next line may raise
             reason = f"{address}: {self._faults.fault(link.dial, error)}"
             if not dial.returning:
-                self._refuse_dial(dial, hs.LINK, reason)
+                self.refuse(dial, hs.LINK, reason)
             return
         greeter = Greeter(self._mesh.config.secret, dial, dial.deadline(now))
-        self._greeters[conn] = greeter
+        self.greeters[conn] = greeter
         dial.conn = conn
         dial.next_at = now + dial.pace  # last: an interrupt leaves it due till then
 
@@ -144,23 +150,39 @@ class Dialling:
         """Stop dialling, by all attempts."""
         dial.done = True
         dial.conn = None
-        for conn in [c for c, g in self._greeters.items() if g.dial is dial]:
-            self._close(conn)
+        for conn in [c for c, g in self.greeters.items() if g.dial is dial]:
+            self.close(conn)
 
-    def _refuse_dial(self, dial: Dial, code: str, reason: str) -> None:
+    def refuse(self, dial: Dial, code: str, reason: str) -> None:
+        """End a dial that was refused."""
         dial.refusal = code
         dial.error = reason
         self.cancel(dial)
         self._mesh.changed += 1
 
-    def _end_dial(
+    def end(
         self, conn: Conn, greeter: Greeter, dial: Dial, code: str, reason: str
     ) -> None:
         """No repetition changes it, but for a peer that may yet be reached again."""
         if dial.returning:
-            self._fail(conn, greeter, reason)
+            self.fail(conn, greeter, reason)
         else:
-            self._refuse_dial(dial, code, reason)
+            self.refuse(dial, code, reason)
+
+    def goes_on(self, incarnation: str) -> bool:
+        """Whether a dial to a peer is the one that goes on, if that dials, too.
+
+        Of two members that dial each other at once the smaller incarnation wins.
+        """
+        if self._mesh.config.incarnation > incarnation:
+            return False
+        return any(
+            dial.incarnation == incarnation
+            and dial.conn is not None
+            and not dial.probe
+            and dial.session is None
+            for dial in self.dials
+        )
 
     def cancel_redial(self, session: Session) -> None:
         """The session is gone: what an attempt under way may resume must not begin."""
@@ -168,22 +190,25 @@ class Dialling:
             if dial.session is session:
                 self.cancel(dial)
 
-    def _cancel_dials(self, incarnation: str) -> None:
+    def cancel_all(self, incarnation: str) -> None:
+        """Stop all dials to a peer but those that only ask whether it is there."""
         for dial in self.dials:
             if dial.incarnation == incarnation and not dial.probe:
                 self.cancel(dial)
 
-    def _fail(self, conn: Conn, greeter: Greeter, reason: str) -> None:
-        self._close(conn)
+    def fail(self, conn: Conn, greeter: Greeter, reason: str) -> None:
+        """End an attempt, or what was accepted; a dial tries again."""
+        self.close(conn)
         dial = greeter.dial
         if dial is not None and dial.conn is conn:
             dial.failed(reason, self._mesh.clock())
             self._mesh.changed += 1
 
-    def _close(self, conn: Conn) -> None:
-        if conn in self._greeters:
+    def close(self, conn: Conn) -> None:
+        """End the handshake on a connection, if there is one, and close it."""
+        if conn in self.greeters:
             self._faults.close(conn)
-            del self._greeters[conn]  # an interrupt before it is repeated by `recover`
+            del self.greeters[conn]  # an interrupt before it is repeated by `recover`
 
     def next_deadline(self, limit: float) -> float:
         """When a dial is due, if that is before `limit`."""
@@ -200,14 +225,14 @@ class Dialling:
             elif now < dial.next_at:
                 continue
             elif dial.conn is None or self._has_room_beside(dial.conn):
-                self._attempt(dial, now)
+                self.attempt(dial, now)
             else:
                 dial.next_at = now + dial.pace
 
     def _has_room_beside(self, conn: Conn) -> bool:
-        return len(self._greeters) < most_open(MAX_BESIDE, conn.descriptors_taken)
+        return len(self.greeters) < most_open(MAX_BESIDE, conn.descriptors_taken)
 
-    def _tell_of_failed_dials(self, greeting: Greeting) -> None:
+    def tell_of_failures(self, greeting: Greeting) -> None:
         """Say why only the peer could dial, which `connect` has waited for."""
         for dial in self.dials:
             if dial.incarnation != greeting.incarnation or dial.returning or dial.done:

@@ -10,12 +10,12 @@ from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.admission import claim, crowded, objection
 from mq.mesh.dial import MAX_GREETERS, Dial, Granted, Greeter
-from mq.mesh.dialling import Dialling
 from mq.mesh.faults import LinkFault, Message
 from mq.mesh.handshake import Greeting, Refusal
 from mq.transport import Event, What
 
 if TYPE_CHECKING:
+    from mq.mesh.mesh import Mesh
     from mq.transport import Conn
 
 GREET_SECONDS: Final = 5.0
@@ -30,8 +30,14 @@ FINAL: Final = frozenset({hs.SELF, hs.LEAVING, hs.RESET})
 """Refusals after which there is nothing more to reach."""
 
 
-class Greetings(Dialling):
+class Greetings:
     """Connections in their handshake, those dialled and those accepted."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._faults = mesh.faults
+        self._dialling = mesh.dialling
+        self._greeters = mesh.dialling.greeters
 
     # -- events ----------
 
@@ -55,9 +61,9 @@ class Greetings(Dialling):
                 reason = event.reason or "connection lost"
                 dial = greeter.dial
                 if event.refused and dial is not None:
-                    self._end_dial(conn, greeter, dial, hs.LINK, reason)
+                    self._dialling.end(conn, greeter, dial, hs.LINK, reason)
                 else:
-                    self._fail(conn, greeter, reason)
+                    self._dialling.fail(conn, greeter, reason)
             elif event.what is What.READABLE:
                 self._read(conn, greeter)
         except LinkFault as error:
@@ -73,7 +79,7 @@ class Greetings(Dialling):
         ]
         if len(strangers) >= most:
             self._mesh.stats.refused += 1
-            self._close(strangers[0])
+            self._dialling.close(strangers[0])
 
     def _read(self, conn: Conn, greeter: Greeter) -> None:
         message = self._faults.received(conn)
@@ -97,11 +103,11 @@ class Greetings(Dialling):
                 self._mesh.setbacks.strange(hs.VERSION, "", conn.address, error)
                 self._refuse(conn, greeter, hs.VERSION, str(error))
             else:
-                self._end_dial(conn, greeter, greeter.dial, hs.VERSION, reason)
+                self._dialling.end(conn, greeter, greeter.dial, hs.VERSION, reason)
         except wire.Malformed as error:
             self._mesh.stats.malformed += 1
             self._mesh.setbacks.complain("a handshake", "", conn.address, error)
-            self._fail(conn, greeter, f"malformed handshake: {error}")
+            self._dialling.fail(conn, greeter, f"malformed handshake: {error}")
 
     def _step(self, conn: Conn, greeter: Greeter, raw: bytes) -> None:
         if greeter.dial is None:
@@ -160,7 +166,7 @@ class Greetings(Dialling):
 
     def _send(self, conn: Conn, greeter: Greeter, frame: bytes) -> None:
         if not self._faults.is_true(conn.try_send, frame):
-            self._fail(conn, greeter, "cannot send the handshake")
+            self._dialling.fail(conn, greeter, "cannot send the handshake")
 
     def _unproven(
         self,
@@ -174,7 +180,7 @@ class Greetings(Dialling):
             self._refuse(conn, greeter, hs.SECRET, "the secrets of the members differ")
             return
         reason = f"{conn.address}: {why}"
-        self._end_dial(conn, greeter, greeter.dial, hs.SECRET, reason)
+        self._dialling.end(conn, greeter, greeter.dial, hs.SECRET, reason)
 
     # -- the listener's decision ----------
 
@@ -195,7 +201,7 @@ class Greetings(Dialling):
         old = mesh.sessions.get(greeting.incarnation)
         if old is not None and greeting.session == old.id:
             if mesh.clock() < old.rests_until:
-                self._close(conn)  # it dials again
+                self._dialling.close(conn)  # it dials again
                 return
             if old.lends and not conn.lends:
                 mesh.cut(old)  # what it still holds comes again, under other numbers
@@ -218,7 +224,7 @@ class Greetings(Dialling):
             return Refusal(hs.RESET, text)
         if mesh.leaving:
             return Refusal(hs.LEAVING, f"{mesh.config.name!r} is leaving the group")
-        if self._is_duplicate(greeting):
+        if self._dialling.goes_on(greeting.incarnation):
             return Refusal(hs.DUPLICATE, "this member is dialling you already")
         if old is None and (why := crowded(conn)):
             text = f"of {mesh.config.name!r} {why}; raise `ulimit -n` there"
@@ -231,45 +237,30 @@ class Greetings(Dialling):
         greeting, session_id, session = granted
         if session is not None:
             if not session.alive:
-                self._close(conn)
+                self._dialling.close(conn)
                 return
             try:
                 mesh.resume(session, conn, greeting.received)
             except wire.Malformed as error:
-                self._close(conn)
+                self._dialling.close(conn)
                 mesh.setbacks.malformed(session, error)
                 return
         else:
             if claim(mesh, greeting) is not None:
-                self._close(conn)
+                self._dialling.close(conn)
                 return
             old = mesh.sessions.get(greeting.incarnation)
             if old is not None:
                 mesh.forget(old, "it began a new session", superseded=True)
             session = mesh.establish(greeting, conn, session_id, None)
-            self._tell_of_failed_dials(greeting)
+            self._dialling.tell_of_failures(greeting)
         del self._greeters[conn]
-        self._cancel_dials(greeting.incarnation)
+        self._dialling.cancel_all(greeting.incarnation)
         mesh.reader.read(session, conn, message)
 
     def has_granted(self) -> bool:
         """Whether some peer may have begun a session of which nothing has come yet."""
         return any(greeter.granted for greeter in self._greeters.values())
-
-    def _is_duplicate(self, greeting: Greeting) -> bool:
-        """Whether this member's own dial to that peer is the one that goes on.
-
-        Of two members that dial each other at once the smaller incarnation wins.
-        """
-        if self._mesh.config.incarnation > greeting.incarnation:
-            return False
-        return any(
-            dial.incarnation == greeting.incarnation
-            and dial.conn is not None
-            and not dial.probe
-            and dial.session is None
-            for dial in self.dials
-        )
 
     def _refuse(self, conn: Conn, greeter: Greeter, code: str, text: str) -> None:
         if code not in (hs.DUPLICATE, hs.SECRET, hs.SELF, hs.LEAVING, hs.OTHER):
@@ -298,25 +289,29 @@ class Greetings(Dialling):
         if dial.probe or not dial.incarnation:
             dial.identified(welcome.incarnation)
             dial.done = dial.probe
-            self._close(conn)
-            self._attempt(dial, mesh.clock())
+            self._dialling.close(conn)
+            self._dialling.attempt(dial, mesh.clock())
             return
         if welcome.incarnation != dial.incarnation:
-            self._fail(conn, greeter, f"{conn.address}: another member answers there")
+            self._dialling.fail(
+                conn, greeter, f"{conn.address}: another member answers there"
+            )
             return
         old = mesh.sessions.get(welcome.incarnation)
         if old is None and (why := crowded(conn)):
-            self._fail(conn, greeter, f"here {why}; raise `ulimit -n`")
+            self._dialling.fail(conn, greeter, f"here {why}; raise `ulimit -n`")
             return
         conn.guard(None)
         try:
             if old is not None and old is dial.session and welcome.session == old.id:
                 mesh.resume(old, conn, welcome.received)
             elif not self._begin_dialled(conn, dial, welcome):
-                self._fail(conn, greeter, f"{conn.address}: it dials this member")
+                self._dialling.fail(
+                    conn, greeter, f"{conn.address}: it dials this member"
+                )
                 return
         except wire.Malformed as error:
-            self._close(conn)
+            self._dialling.close(conn)
             dial.done = True
             assert old is not None
             mesh.setbacks.malformed(old, error)
@@ -324,7 +319,7 @@ class Greetings(Dialling):
         del self._greeters[conn]
         dial.conn = None
         dial.done = True
-        self._cancel_dials(welcome.incarnation)
+        self._dialling.cancel_all(welcome.incarnation)
 
     def _begin_dialled(self, conn: Conn, dial: Dial, welcome: Greeting) -> bool:
         """Begin the session that WELCOME grants, unless the peer's own dial wins."""
@@ -340,7 +335,7 @@ class Greetings(Dialling):
         if claim(mesh, welcome) is not None:
             return False
         for other in granted:
-            self._close(other)
+            self._dialling.close(other)
         old = mesh.sessions.get(welcome.incarnation)
         if old is not None:
             dial.session = None  # this dial goes on, in another session
@@ -359,15 +354,15 @@ class Greetings(Dialling):
             code == hs.REPLACED or (code == hs.NAME_TAKEN and dial.returning)
         ):
             mesh.replace(refusal.text[:500])
-            self._refuse_dial(dial, code, reason)
+            self._dialling.refuse(dial, code, reason)
         elif not dial.returning and (code == hs.SECRET or (code in FATAL and proven)):
-            self._refuse_dial(dial, code, reason)
+            self._dialling.refuse(dial, code, reason)
         elif code in FINAL and proven:
-            self._refuse_dial(dial, "", reason)
+            self._dialling.refuse(dial, "", reason)
             if dial.session is not None:
                 mesh.forget(dial.session, refusal.text[:500], proven=True)
         else:
-            self._fail(conn, greeter, reason)
+            self._dialling.fail(conn, greeter, reason)
 
     # -- time ----------
 
@@ -380,8 +375,8 @@ class Greetings(Dialling):
                 self._mesh.stats.refused += 1
                 why = "it did not greet in time"
                 self._mesh.setbacks.complain("a connection", "", conn.address, why)
-            self._fail(conn, greeter, f"{conn.address}: no answer")
-        self.attempt_due(now)
+            self._dialling.fail(conn, greeter, f"{conn.address}: no answer")
+        self._dialling.attempt_due(now)
 
     def recover(self) -> None:
         """An exception left the mesh: begin all handshakes anew."""
@@ -393,8 +388,8 @@ class Greetings(Dialling):
                     greeter.dial.conn = None
                     greeter.dial.done = True
             else:
-                self._fail(conn, greeter, "interrupted")
-        for dial in self.dials:
+                self._dialling.fail(conn, greeter, "interrupted")
+        for dial in self._dialling.dials:
             if dial.conn is not None:
                 self._faults.close(dial.conn)
                 dial.failed("interrupted", self._mesh.clock())

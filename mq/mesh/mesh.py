@@ -19,6 +19,7 @@ from mq.mesh import wire
 from mq.mesh.burial import bury
 from mq.mesh.config import Config
 from mq.mesh.dial import Dial
+from mq.mesh.dialling import Dialling
 from mq.mesh.faults import Faults
 from mq.mesh.greeting import Greetings
 from mq.mesh.handshake import Greeting
@@ -72,6 +73,7 @@ class Mesh:
         self.conns: dict[Conn, Session] = {}
         self.setbacks = Setbacks(self)
         self.reader = Reader(self)
+        self.dialling = Dialling(self)
         self.greetings = Greetings(self)
         self.liveness = Liveness(self)
         self.changed = 0
@@ -124,8 +126,8 @@ class Mesh:
             now = self.clock()
             if now >= self._next_tick:
                 self._tick(now)
-            elif self.greetings.dials:
-                self.greetings.attempt_due(now)
+            elif self.dialling.dials:
+                self.dialling.attempt_due(now)
             self._last_poll = now
             sent = self.pump(now, flush)
             self._unfinished = sent or self._shown or reader.stopped_early
@@ -205,7 +207,7 @@ class Mesh:
                 deadline = session.answer_at
             if session.batch_at is not None and session.batch_at < deadline:
                 deadline = session.batch_at
-        return self.greetings.next_deadline(deadline)
+        return self.dialling.next_deadline(deadline)
 
     def batch_deadline(self) -> float:
         """When the first batch that is held must leave; infinity where none is."""
@@ -308,7 +310,7 @@ class Mesh:
             self.forget(session, "its connection broke after BYE", proven=True)
         elif session.dialler and session.alive:
             logger.debug("connection to %s broke: %s", session.name, reason)
-            self.greetings.redial(session)
+            self.dialling.redial(session)
 
     def forget(
         self,

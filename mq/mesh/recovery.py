@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mq.mesh.burial import bury
+from mq.mesh.dialling import Dialling
 from mq.mesh.greeting import Greetings
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def abandon(mesh: Mesh, in_the_middle: bool) -> None:
         let_go(mesh)
         mesh.subscriber.discard_all()
     mesh.sessions, mesh.conns, mesh.links = {}, {}, []
+    mesh.dialling = Dialling(mesh)
     mesh.greetings = Greetings(mesh)
 
 
