@@ -165,16 +165,7 @@ class Arrival:
         )
 
     def _has_ended(self, record: rendezvous.Record) -> bool:
-        here = self._mesh.config.process
-        if not here.same_kernel(record.process):
-            return False
-        if here.pid == record.process.pid:  # whatever program it ran then
-            return not claimants.has(record.incarnation)
-        watch = process.ProcessWatch(record.process)
-        try:
-            return watch.ended() is True
-        finally:
-            watch.close()
+        return claimants.has_ended(record, self._mesh.config.process)
 
     def _is_alive(self, holder: Entry) -> bool:
         """Ask the holder of a name; silence for `PROBE_SECONDS` counts as death.

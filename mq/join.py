@@ -22,6 +22,7 @@ from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
+from mq.rendezvous import claimants
 from mq.settings import told
 from mq.threads import QUEUE_THREADS, check_threads
 from mq.transport import LINGER_SECONDS
@@ -149,6 +150,10 @@ class Joined:
             return other.incarnation in known
 
         if self.driver.look(is_known) or entry.expired or self.driver.lead.closing:
+            return
+        if claimants.has_ended(other, mesh.config.process):
+            assert self.meeting is not None
+            self.meeting.sweep(other.name, other.incarnation)
             return
         if not within_reach(self.link, other.process):
             return  # it will be told so itself

@@ -35,8 +35,14 @@ def shared_path(spec: str) -> str:
     Raises:
         ValueError: It has another form.
     """
+    for character in spec:
+        if character < " ":  # some of which `urlsplit` leaves out
+            raise ValueError(
+                f"rendezvous {spec!r} has a control character; in a path write "
+                f"%{ord(character):02X}"
+            )
     parts = urlsplit(spec)
-    path = unquote(parts.path)
+    path = unquote(parts.path, errors="surrogateescape")  # as `os.fsdecode` has it
     if parts.netloc not in ("", "localhost") or len(path) < 2 or "\0" in path:
         raise ValueError(
             f"rendezvous {spec!r} is not of the form file:///shared/path: three "
@@ -200,7 +206,9 @@ def is_current(fd: int, path: str) -> bool:
     """Whether an open file still is the one of that name."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):  # the latter on NFS
+            raise
         return False
 
 

@@ -43,7 +43,7 @@ from mq.addresses import has_listener
 from mq.arrival import LOOK_SECONDS, Arrival
 from mq.errors import TransportUnavailable
 from mq.join import check_descriptors
-from mq.rendezvous import Rendezvous, open_rendezvous
+from mq.rendezvous import Rendezvous, claimants, open_rendezvous
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.record import Entry, Record
 from mq.testing import wait_until
@@ -376,6 +376,24 @@ def test_who_is_new_at_a_rendezvous_service_is_dialled_at_once() -> None:
             )
 
 
+def test_who_was_killed_before_it_met_anybody_is_swept_and_not_dialled() -> None:
+    """Its record would be a reason to dial it for ever."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    with mq.connect("tcp", name="a", group=f"dead-{os.getpid()}") as queue:
+        joined = queue._joined
+        assert joined.meeting is not None
+        assert joined.record is not None
+        dead = dataclasses.replace(joined.record.process, pid=child)
+        record_another(queue, process=dead)
+        joined.upkeep()
+        assert not queue._mesh.dialling.dials
+        joined.upkeep()
+        assert [e.record.name for e in joined.meeting.records()] == ["a"]
+
+
 def test_connect_has_one_deadline_at_the_rendezvous(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -698,7 +716,8 @@ def test_who_is_out_of_reach_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> 
         assert meeting is not None
         assert record is not None
         late = dataclasses.replace(record, name="b", incarnation="e" * 16)
-        other = dataclasses.replace(record.process, pid=record.process.pid + 1)
+        monkeypatch.setattr(claimants, "_open", {late.incarnation})  # it lives
+        other = dataclasses.replace(record.process, boot_id="another")
         for process, dials in ((other, 0), (record.process, 1)):
             entry = Entry(dataclasses.replace(late, process=process), 0.0)
             monkeypatch.setattr(meeting, "recent", lambda entry=entry: [entry])

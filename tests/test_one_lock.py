@@ -21,6 +21,7 @@ from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
+from mq.rendezvous import claimants
 from mq.rendezvous.record import Entry
 from mq.testing.waiting import wait_until
 
@@ -172,6 +173,7 @@ def test_who_is_new_is_dialled_under_the_lock(
         assert meeting is not None
         assert record is not None
         new = dataclasses.replace(record, name="b", incarnation="e" * 16)
+        monkeypatch.setattr(claimants, "_open", {new.incarnation})  # it lives
         monkeypatch.setattr(meeting, "recent", lambda: [Entry(new, 0.0)])
         queue._joined.upkeep()
         assert [

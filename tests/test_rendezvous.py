@@ -150,6 +150,19 @@ def test_recent_follows_the_members(pair: Pair) -> None:
     eventually(sees_both)
 
 
+def test_recent_tells_whose_lease_has_ended(pair: Pair) -> None:
+    """Though no member comes or goes: the others would dial the dead for ever."""
+    one, two = pair
+    mine = one.claim(record("x", lease=0.3)).record
+    two.claim(record("y", lease=0.3))
+
+    def has_ended() -> bool:
+        one.renew(mine)
+        return any(e.record.name == "y" and e.expired for e in one.recent())
+
+    eventually(has_ended)
+
+
 def test_close_gives_back_only_own_names(pair: Pair) -> None:
     """Members that close leave the records of the others."""
     one, two = pair

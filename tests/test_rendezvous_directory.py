@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import re
@@ -33,6 +34,7 @@ from meeting import (
 
 from mq import paths as place
 from mq.errors import ConnectRefused, PeerLost, TransportUnavailable
+from mq.process import here
 from mq.rendezvous import Rendezvous, directory
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.record import Cell
@@ -306,6 +308,52 @@ def test_the_socket_file_of_who_listens_no_more_goes_with_the_record(
         one.sweep(killed.name, killed.incarnation, proven=False)
         assert names(one) == []
         assert not path.exists()
+
+
+def test_who_leaves_last_need_not_wait_for_a_lease_of_the_dead(runtime: Path) -> None:
+    """In a given directory, where locks may not reach other hosts."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    dead = dataclasses.replace(here(), pid=child)
+    place = runtime / "given"
+    place.mkdir()
+    with contextlib.closing(meet(f"file://{place}")) as one:
+        one.claim(record("dead", process=dead, lease=1000.0))
+        one._mine.clear()  # it is not this member's to give back
+        assert names(one) == ["dead"]
+    assert not list(place.iterdir())
+
+
+def test_a_lock_that_another_host_removed_is_no_lock(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS says ESTALE of the open file."""
+    place_of_lock = runtime / "lock"
+    place_of_lock.touch()
+
+    def stale(fd: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", stale)
+        assert place.is_current(0, str(place_of_lock)) is False
+
+
+@pytest.mark.parametrize("character", "\t\n\r\x01")
+def test_a_path_with_a_control_character_is_to_be_encoded(character: str) -> None:
+    """Some of them would be left out in silence."""
+    with pytest.raises(ValueError, match=f"control character.*%{ord(character):02X}"):
+        place.shared_path(f"file:///a{character}b")
+    assert place.shared_path(f"file:///a%{ord(character):02X}b") == f"/a{character}b"
+
+
+def test_a_path_of_bytes_is_what_pathlib_says_of_it() -> None:
+    """It need not be UTF-8."""
+    path = Path(os.fsdecode(b"/a/\xe9"))
+    assert place.shared_path(path.as_uri()) == str(path)
+    assert place.shared_path(f"file://{path}") == str(path)
 
 
 def test_a_record_does_not_go_for_its_age(runtime: Path) -> None:

@@ -65,6 +65,7 @@ class Rendezvous:
         self._lost: set[str] = set()
         self._recent: list[Entry] = []
         self._version: str | None = None
+        self._read_at = 0.0
         self._is_failing = False
         self._is_closing = False
         self._lock = threading.Lock()
@@ -113,6 +114,7 @@ class Rendezvous:
     def recent(self) -> list[Entry]:
         """The records as of some moment after the last change that a renewal noticed.
 
+        And within the last lease, so that who lets its own end is expired there, too.
         After a store lost its memory, members appear here that were not in `records`
         when this member connected; they must be greeted.
         """
@@ -202,12 +204,14 @@ class Rendezvous:
                 self._lost.add(record.incarnation)
                 if self._mine.get(record.name) == record:
                     del self._mine[record.name]
-        version = self._store.version()
-        if version != self._version:
+        version, now = self._store.version(), time.monotonic()
+        is_news = version != self._version
+        # Else none of them would ever be seen to have outlived its lease.
+        if is_news or now > self._read_at + record.lease:
             self._recent = self._store.recent()
-            self._version = version
-            if self._worker is not None:
-                self.on_news()
+            self._version, self._read_at = version, now
+        if is_news and self._worker is not None:
+            self.on_news()
 
     def _attempt(self, job: Callable[[], object]) -> None:
         try:

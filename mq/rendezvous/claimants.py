@@ -1,12 +1,16 @@
-"""The members of this very program, told from those of one that called `exec`.
+"""Whether the member of a record is dead, as far as this process can tell.
 
-Such a process goes on with its id and its start, so that nobody else can tell.
+The members of this very program are told from those of one that called `exec`: such a
+process goes on with its id and its start, so that nobody else can tell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Final
+
+from mq.process import ProcessId, ProcessWatch
+from mq.rendezvous.record import Record
 
 _open: Final[set[str]] = set()
 
@@ -24,3 +28,20 @@ def forget(incarnations: Iterable[str]) -> None:
 def has(incarnation: str) -> bool:
     """Whether one of them has this incarnation."""
     return incarnation in _open
+
+
+def has_ended(record: Record, here: ProcessId) -> bool:
+    """Whether the member that wrote a record is known to be dead.
+
+    Args:
+        here: This process.
+    """
+    if not here.same_kernel(record.process):
+        return False
+    if here.pid == record.process.pid:  # whatever program it ran then
+        return not has(record.incarnation)
+    watch = ProcessWatch(record.process)
+    try:
+        return watch.ended() is True
+    finally:
+        watch.close()

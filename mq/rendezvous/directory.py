@@ -32,12 +32,12 @@ import time
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from mq import forks, paths
+from mq import forks, paths, process
 from mq.addresses import has_listener
 from mq.descriptors import out_of_descriptors
 from mq.errors import ConnectRefused, ConnectTimeout, PeerLost, TransportUnavailable
 from mq.log import Log, WarnOnce
-from mq.rendezvous import states, unread
+from mq.rendezvous import claimants, states, unread
 from mq.rendezvous.files import publish_file, read_file, sockets_of, sweep_sockets
 from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
 from mq.rendezvous.store import CellStore
@@ -209,7 +209,11 @@ class DirectoryStore(CellStore[_File]):
         except BlockingIOError:
             return False
         # Some mounts keep locks to the host; then only the leases speak for others.
-        return not self._shared or all(entry.expired for entry in self._list())
+        here = process.here()
+        return not self._shared or all(
+            entry.expired or claimants.has_ended(entry.record, here)
+            for entry in self._list()
+        )
 
     def _sweep_groups(self) -> None:
         """Remove the directories of groups whose last member was killed long ago."""
