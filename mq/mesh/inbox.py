@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from mq.errors import MessagesLost, MessageTooLarge
 from mq.mesh.incoming import Entry, Run, Source
-from mq.mesh.subscription import Subscription
+from mq.mesh.subscription import Subscription, due
 
 AHEAD_BYTES: Final = 32 * 1024
 """How much is decoded ahead at most."""
@@ -29,7 +29,7 @@ class Returned(NamedTuple):
 
 
 Item = Run | Source | MessagesLost | MessageTooLarge | Returned
-"""What waits in the inbox; a Source stands for the oldest message it keeps."""
+"""What waits in the inbox; a Source stands for the oldest message it keeps, if any."""
 
 
 class Prepared(NamedTuple):
@@ -68,10 +68,15 @@ class Inbox:
 
     def __len__(self) -> int:
         """How many messages and notices wait."""
-        return sum(
+        others = [item for item in self.fifo if not isinstance(item, Source)]
+        return sum(len(source.kept) for source in self._sources()) + sum(
             len(item.areas) - self._position(item) if isinstance(item, Run) else 1
-            for item in self.fifo
+            for item in others
         )
+
+    def _sources(self) -> set[Source]:
+        """Those of which something may be kept."""
+        return {item for item in self.fifo if isinstance(item, Source)}
 
     def has_items(self) -> bool:
         """Whether there is anything that `take` may return."""
@@ -170,7 +175,7 @@ class Inbox:
         sequence = entry.sequence
         stats = source.subscription.stats
         if sequence != source.taken + 1:
-            stats.dropped += _due(source, sequence)
+            stats.dropped += due(source, sequence)
         source.taken = sequence
         stats.received += 1
         stats.received_bytes += len(entry.area)
@@ -205,7 +210,7 @@ class Inbox:
         Of what is still to be taken: the counters learn of them when it is.
         """
         found: Counter[str] = Counter()
-        for source in {item for item in self.fifo if isinstance(item, Source)}:
+        for source in self._sources():
             found[source.subscription.topic] += _replaced(source)
         return found
 
@@ -285,28 +290,21 @@ class Inbox:
                 dropped += len(item.areas) - item.taken
                 if item.copying is not None:
                     item.copying.wanted = False
-            elif isinstance(item, Source):
-                dropped += 1
         before, self.fifo = self.fifo, kept  # in one step: an interrupt loses nothing
         for item in before:
             if isinstance(item, Source) and _belongs(item, subscription):
-                if item.kept:  # it is there once for each
+                if item.kept:  # it is there once for each, or for one that was dropped
                     subscription.stats.dropped += _replaced(item)
+                    dropped += len(item.kept)
                 # Source and entry refer to each other, and a borrowed area must not
                 # wait for the garbage collector to go back to its publisher.
                 item.kept.clear()
         return dropped
 
 
-def _due(source: Source, sequence: int) -> int:
-    """How many messages before this one are due since the last taken."""
-    owed = source.taken < source.retained < sequence
-    return owed + max(0, sequence - max(source.taken + 1, source.first))
-
-
 def _replaced(source: Source) -> int:
     """How many of them newer ones have replaced."""
-    return _due(source, source.newest + 1) - len(source.kept)
+    return due(source, source.newest + 1) - len(source.kept)
 
 
 def _belongs(item: Item, subscription: Subscription) -> bool:

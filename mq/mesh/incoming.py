@@ -139,8 +139,7 @@ class Source:
     def __init__(self, subscription: Subscription, session: Session) -> None:
         self.subscription = subscription
         self.session = session
-        self.told = False
-        self.active = False
+        self.told = self.active = False
         self.granted_messages = self.granted_bytes = 0
         self.consumed_messages = self.consumed_bytes = 0
         self.used_messages = self.used_bytes = 0
@@ -148,9 +147,8 @@ class Source:
         self.grant_at_messages = self.grant_at_bytes = 0
         self.at_once = 1
         self.ahead = (0, 1)
-        self.taken = -1
         self.first = 0
-        self.retained = self.starved = -1
+        self.taken = self.retained = self.starved = -1
         self.kept: deque[Entry] = deque(maxlen=subscription.keep)
         self.arrivals: deque[Arrivals] = deque(maxlen=1)
         self.lent: dict[int, object] = {}
@@ -250,6 +248,8 @@ class Source:
                     append_each((self.kept, self.arrivals), (entry, state))
                 else:
                     append_each((self.kept, self.arrivals, fifo), (entry, state, self))
+            if self.subscription.ended:
+                self.subscription.outlive(self)
             return
         self._check_turn(run.first)
         messages += len(run.areas)

@@ -43,6 +43,7 @@ class Subscription:
         window_bytes: The same in bytes.
         sources: The publishers that were told of this subscription.
         orphans: Publishers that are gone while messages of theirs are unread.
+        ended: The same for keep-last.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Subscription:
         "_short",
         "depth",
         "device",
+        "ended",
         "id",
         "keep",
         "options",
@@ -82,6 +84,7 @@ class Subscription:
         self.stats = stats
         self.sources: dict[Session, Source] = {}
         self.orphans: list[Source] = []
+        self.ended: list[Source] = []
         self._asked = 0
         self._short: dict[Source, None] = {}  # in the order in which they became so
         self.options = (keep, depth, window_bytes, zero_copy, device)
@@ -137,6 +140,22 @@ class Subscription:
         source.end()  # messages that are still to be read refer to it
         self._short.pop(source, None)
         del self.sources[session]
+        if self.keep is not None:
+            self.ended = [life for life in (*self.ended, source) if life.kept]
+
+    def outlive(self, source: Source) -> None:
+        """A message was kept: of the publisher's earlier lives one less may be."""
+        assert self.keep is not None
+        name = source.session.name
+        lives = [life for life in self.ended if life.session.name == name]
+        over = sum(len(life.kept) for life in (source, *lives)) - self.keep
+        for life in lives:
+            for entry in list(life.kept)[: max(0, over)]:
+                self.stats.dropped += due(life, entry.sequence + 1)
+                life.taken = entry.sequence
+                life.kept.popleft()
+                over -= 1
+        self.ended = [life for life in self.ended if life.kept]
 
     def _free(self) -> Share:
         """What of the window nobody has; less than nothing where it is exceeded."""
@@ -305,6 +324,12 @@ class Subscription:
             for is_active in (False, True)
         )
         return (idle[0], idle[1]), (share[0], share[1])
+
+
+def due(source: Source, sequence: int) -> int:
+    """How many messages before this one are due since the last taken."""
+    owed = source.taken < source.retained < sequence
+    return owed + max(0, sequence - max(source.taken + 1, source.first))
 
 
 def _share(window: int, sources: int, active: int, is_active: bool) -> int:

@@ -161,6 +161,11 @@ def heard(queue: mq.MQ) -> list[str]:
     return ear.heard
 
 
+def waiting_in_inbox(queue: Any) -> int:
+    """How many messages and notices `recv` has not taken."""
+    return int(queue.stats()["inbox"])
+
+
 def topic_stats(queue: mq.MQ, topic: str) -> dict[str, Any]:
     """The counters of one topic; empty where nothing was counted."""
     counters: dict[str, Any] = queue.stats()["topics"].get(topic, {})

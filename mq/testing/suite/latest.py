@@ -61,6 +61,28 @@ def keep_last_is_per_publisher_and_topic(group: Group) -> None:
 
 
 @case("edge: Keep-last")
+def keep_last_counts_the_lives_of_a_publisher_as_one(group: Group) -> None:
+    """Of one that was started again under its name the newest n are kept, in all."""
+    reader = group.member("reader")
+    for topic, keep in (("x", 1), ("y", 3)):
+        reader.subscribe(topic, history=mq.keep_last(keep))
+    for life in range(4):
+        writer = group.member("learner")
+        for topic in ("x", "y"):
+            for number in range(2):
+                writer.publish(topic, (life, number))
+        writer.call("close")
+    assert reader.run(programs.waiting_in_inbox) == 4
+    got = [reader.recv() for _ in range(4)]
+    newest = {"x": [(3, 1)], "y": [(2, 1), (3, 0), (3, 1)]}
+    for topic, payloads in newest.items():
+        assert [m.payload for m in got if m.topic == topic] == payloads
+        dropped = reader.run(programs.topic_stats, topic)["dropped"]
+        assert dropped == 8 - len(payloads)
+    assert reader.run(programs.nothing_waits)
+
+
+@case("edge: Keep-last")
 def fast_publisher_does_not_starve_a_keep_last_subscriber(group: Group) -> None:
     """A message under way is finished although newer ones wait already."""
     a, b = group.members("a", "b")
