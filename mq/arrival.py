@@ -63,6 +63,10 @@ def within_reach(link: Link, other: process.ProcessId) -> bool:
     return link.capabilities.reach != "process" or process.here().is_same(other)
 
 
+def _is_own(record: rendezvous.Record) -> bool:
+    return process.here().is_same(record.process)
+
+
 class Arrival:
     """Claims a name at the rendezvous, then greets everyone recorded there."""
 
@@ -107,8 +111,9 @@ class Arrival:
             holder = claim.holder.record
             self._check_fits(claim.holder)
             if self._is_alive(claim.holder):
+                end = "close that queue" if _is_own(holder) else "end that process"
                 raise ConnectRefused(
-                    f"{self._held(holder)}; choose another name or end that process"
+                    f"{self._held(holder)}; choose another name or {end}"
                 )
             if time.monotonic() > self._deadline:
                 raise ConnectTimeout(
@@ -139,6 +144,8 @@ class Arrival:
 
     def _held(self, holder: rendezvous.Record) -> str:
         where = f"pid {holder.process.pid} on {holder.process.host}"
+        if _is_own(holder):
+            where += ", a queue of this process that was not closed"
         return (
             f"name {holder.name!r} in group {self._settings.group!r} is held by {where}"
         )

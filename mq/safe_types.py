@@ -66,7 +66,8 @@ def add_safe_types(
         mq.add_safe_types(Path, encode=str, decode=Path)
 
     A subclass is another type. A dataclass is built by its constructor, so that its
-    ``__post_init__`` can check what came in; types of fields are not checked.
+    ``__post_init__`` can check what came in; types of fields are not checked. One that
+    changes a field there, other than once, needs functions: it would do so again.
 
     Args:
         types: Classes; with `name` or functions exactly one.

@@ -9,6 +9,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import os
 import pathlib
 import pickle
 import uuid
@@ -846,3 +847,24 @@ def _peevish() -> Ext:
 class _Quiet(Peevish):
     def __hash__(self) -> int:
         return 1
+
+
+@pytest.mark.parametrize(
+    ("needs", "remedies"),
+    [
+        ({"test:Money"}, "Call mq.add_safe_types there, too."),
+        ({"pickle"}, "Call .* here and there .*, or connect there with allow_pickle="),
+        ({"pickle", "test:Money"}, "Call .*there, too. Call .* here and there .*pickle=True"),
+    ],
+)
+def test_what_a_subscriber_does_not_accept_has_the_remedy_that_helps(
+    needs: set[str], remedies: str
+) -> None:
+    """To allow pickles helps no type that travels as what it was registered as."""
+    options: dict[str, Any] = {"group": f"accepts-{os.getpid()}"}
+    with mq.connect("inproc", **options) as a, mq.connect("inproc", **options) as b:
+        b.subscribe("t")
+        publisher = a._mesh.publisher
+        frames = a._codec.encode("x", "t")._replace(needs=frozenset(needs))
+        with pytest.raises(CodecError, match=f"nobody got the message. {remedies}"):
+            publisher.check(publisher.topic("t"), frames)

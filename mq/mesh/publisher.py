@@ -16,6 +16,7 @@ from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.poller import cores
 from mq.mesh.wire import Begun, Malformed, Subscribe, Subscribed
 from mq.message import MAX_SUBSCRIPTIONS, MAX_TOPIC_BYTES
+from mq.safe_types import PICKLE
 
 if TYPE_CHECKING:
     from mq.frames import Frames
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 logger = Log(__name__)
 
+_REGISTER = "Call mq.add_safe_types there, too."
+_REGISTER_OR_PICKLE = (
+    "Call mq.add_safe_types here and there for what travels as a pickle, or connect "
+    "there with allow_pickle=True, too."
+)
 _TRIM_EVERY = 64
 """Messages after which the log is trimmed even if nothing leaves."""
 
@@ -69,11 +75,11 @@ class Publisher:
             missing = frames.needs - feed.session.accepts
             if missing:
                 names = ", ".join(sorted(missing))
+                remedies = [_REGISTER] if missing - {PICKLE} else []
+                remedies += [_REGISTER_OR_PICKLE] if PICKLE in missing else []
                 raise CodecError(
                     f"{feed.session.name!r}, subscribed to {topic.name!r}, does not "
-                    f"accept {names}; nobody got the message. Call "
-                    "mq.add_safe_types there, or connect with allow_pickle=True on "
-                    "both sides"
+                    f"accept {names}; nobody got the message. {' '.join(remedies)}"
                 )
 
     def publish(
