@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -40,14 +40,24 @@ LIMIT = 8 * BLOCK_BYTES
 FILES = ("mq/lending.py", "mq/segments.py")
 
 
+_others: Final[set[int]] = set()
+
+
+@pytest.fixture(autouse=True)
+def _what_is_there() -> None:
+    """What earlier tests of this process have left is not looked at."""
+    _others.clear()
+    _others.update(memfds())
+
+
 def memfds() -> list[int]:
-    """Descriptors of memory that this process has."""
+    """Descriptors of memory that this process has got since the test began."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that listed the directory
             if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:mq"):
                 found.append(int(fd))
-    return found
+    return sorted({*found} - _others)
 
 
 def fill(lender: Lender, nbytes: int = BLOCK_BYTES) -> list[Block]:

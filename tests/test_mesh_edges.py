@@ -174,6 +174,58 @@ def test_an_interrupt_of_an_attempt_does_not_end_the_dial() -> None:
         assert interrupter.where
 
 
+def begun_again(interrupter: Interrupter) -> tuple[list[bytes], int, int]:
+    """What a keep-last reader gets of a publisher that was killed and started again.
+
+    And how many it counts as received, and as dropped.
+    """
+    world = World("b")
+    b = world["b"]
+    b.subscribe("t", keep=1)
+    poll = b.poll
+
+    def interrupted() -> None:
+        try:
+            with interrupter.armed():
+                poll()
+        except KeyboardInterrupt:
+            b.mesh.recover()
+
+    for life in (b"12", b"3"):
+        world.join("a")
+        world.settle()
+        for n in range(len(life)):
+            assert world["a"].publish("t", life[n : n + 1])
+        world.settle()
+        world.advance(1.0)
+        if life == b"12":
+            b.poll = interrupted  # type: ignore[method-assign]
+            world.kill("a")
+    b.poll = poll  # type: ignore[method-assign]
+    world.settle()
+    got = [bytes(item.payload) for item in b.recv_all() if isinstance(item, Got)]
+    stats = b.mesh.subscriber.topics["t"].stats
+    world.close()
+    return got, stats.received, stats.dropped
+
+
+def test_an_interrupt_as_a_publisher_is_outlived_leaves_no_stale_message() -> None:
+    """Whatever of its earlier life was kept, and it is counted once."""
+    survey = Interrupter(None)
+    expected = begun_again(survey)
+    assert expected == ([b"3"], 1, 2)
+    points = {
+        point
+        for (code, _, _), points in survey.visited.items()
+        if code.co_name in ("outlive", "drop_source", "arrived", "remove")
+        for point in points
+    }
+    assert len(points) > 15
+    for point in sorted(points):
+        interrupter = Interrupter(point)
+        assert begun_again(interrupter) == expected, interrupter.where
+
+
 def test_an_interrupt_while_a_subscription_ends_harms_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

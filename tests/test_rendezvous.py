@@ -154,13 +154,32 @@ def test_recent_tells_whose_lease_has_ended(pair: Pair) -> None:
     """Though no member comes or goes: the others would dial the dead for ever."""
     one, two = pair
     mine = one.claim(record("x", lease=0.3)).record
-    two.claim(record("y", lease=0.3))
+    two.claim(record("y", "b", lease=0.3))
 
     def has_ended() -> bool:
         one.renew(mine)
         return any(e.record.name == "y" and e.expired for e in one.recent())
 
     eventually(has_ended)
+
+
+def test_recent_is_not_read_again_for_whom_all_have_met(pair: Pair) -> None:
+    """Of many members each would read all others' records again and again."""
+    one, two = pair
+    mine = one.claim(record("x", lease=0.3)).record
+    met = two.claim(record("y", "b", lease=0.3)).record
+    one.present = lambda: [met]
+
+    def sees_both() -> bool:
+        one.renew(mine)
+        return len(one.recent()) == 2
+
+    eventually(sees_both)
+    before = one.recent()
+    eventually(lambda: two.records()[0].expired)
+    one.renew(mine)
+    assert one.recent() is before
+    assert not one._may_have_ended(math.inf)
 
 
 def test_close_gives_back_only_own_names(pair: Pair) -> None:

@@ -854,7 +854,10 @@ class _Quiet(Peevish):
     [
         ({"test:Money"}, "Call mq.add_safe_types there, too."),
         ({"pickle"}, "Call .* here and there .*, or connect there with allow_pickle="),
-        ({"pickle", "test:Money"}, "Call .*there, too. Call .* here and there .*pickle=True"),
+        (
+            {"pickle", "test:Money"},
+            "Call .*there, too. Call .* here and there .*pickle=True",
+        ),
     ],
 )
 def test_what_a_subscriber_does_not_accept_has_the_remedy_that_helps(

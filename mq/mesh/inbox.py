@@ -166,7 +166,9 @@ class Inbox:
         return product
 
     def _take_kept(self, source: Source) -> Entry | None:
-        if not source.kept:
+        if not source.kept:  # later lives of its publisher have replaced what it kept
+            source.subscription.stats.dropped += _replaced(source)
+            source.taken = source.newest
             return None
         entry = source.kept[0]
         self._taking = (source, entry)
@@ -290,15 +292,14 @@ class Inbox:
                 dropped += len(item.areas) - item.taken
                 if item.copying is not None:
                     item.copying.wanted = False
-        before, self.fifo = self.fifo, kept  # in one step: an interrupt loses nothing
-        for item in before:
-            if isinstance(item, Source) and _belongs(item, subscription):
-                if item.kept:  # it is there once for each, or for one that was dropped
-                    subscription.stats.dropped += _replaced(item)
-                    dropped += len(item.kept)
-                # Source and entry refer to each other, and a borrowed area must not
-                # wait for the garbage collector to go back to its publisher.
-                item.kept.clear()
+        sources = {s for s in self._sources() if _belongs(s, subscription)}
+        self.fifo = kept  # in one step: an interrupt loses nothing
+        for source in sources:
+            subscription.stats.dropped += _replaced(source)
+            dropped += len(source.kept)
+            # Source and entry refer to each other, and a borrowed area must not wait
+            # for the garbage collector to go back to its publisher.
+            source.kept.clear()
         return dropped
 
 

@@ -242,14 +242,14 @@ class Source:
         last = run.first + len(run.areas) - 1
         if self.subscription.keep is not None:
             for index in range(len(run.areas)):
+                if self.subscription.ended:
+                    self.subscription.outlive(self)
                 entry = run.entry(index)
                 state = Arrivals(entry.sequence, 0, 0)
                 if len(self.kept) == self.kept.maxlen:
                     append_each((self.kept, self.arrivals), (entry, state))
                 else:
                     append_each((self.kept, self.arrivals, fifo), (entry, state, self))
-            if self.subscription.ended:
-                self.subscription.outlive(self)
             return
         self._check_turn(run.first)
         messages += len(run.areas)

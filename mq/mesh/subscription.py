@@ -139,22 +139,24 @@ class Subscription:
         source = self.sources[session]
         source.end()  # messages that are still to be read refer to it
         self._short.pop(source, None)
+        if self.keep is not None:  # first: an interrupt before the next is repeated
+            lives = dict.fromkeys((*self.ended, source))
+            self.ended = [life for life in lives if life.kept]
         del self.sources[session]
-        if self.keep is not None:
-            self.ended = [life for life in (*self.ended, source) if life.kept]
 
     def outlive(self, source: Source) -> None:
-        """A message was kept: of the publisher's earlier lives one less may be."""
+        """A message is about to be kept: of the publisher's earlier lives one less is.
+
+        The inbox counts what is gone when it comes to it.
+        """
         assert self.keep is not None
         name = source.session.name
         lives = [life for life in self.ended if life.session.name == name]
-        over = sum(len(life.kept) for life in (source, *lives)) - self.keep
-        for life in lives:
-            for entry in list(life.kept)[: max(0, over)]:
-                self.stats.dropped += due(life, entry.sequence + 1)
-                life.taken = entry.sequence
+        room = max(0, self.keep - 1 - len(source.kept))
+        for life in reversed(lives):  # the newest first
+            while len(life.kept) > room:
                 life.kept.popleft()
-                over -= 1
+            room -= len(life.kept)
         self.ended = [life for life in self.ended if life.kept]
 
     def _free(self) -> Share:

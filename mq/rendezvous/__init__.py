@@ -53,8 +53,7 @@ class Rendezvous:
     def __init__(self, store: Store) -> None:
         self.on_news: Callable[[], None] = lambda: None
         self.present: Callable[[], list[Record]] = list
-        self.secret = store.secret
-        self.directory = store.directory
+        self.secret, self.directory = store.secret, store.directory
         self.description = store.description
         self._store = store
         store.present = lambda: self.present()
@@ -66,8 +65,7 @@ class Rendezvous:
         self._recent: list[Entry] = []
         self._version: str | None = None
         self._read_at = 0.0
-        self._is_failing = False
-        self._is_closing = False
+        self._is_failing = self._is_closing = False
         self._lock = threading.Lock()
         self._worker = _Worker(store.watched, self._return) if store.slow else None
 
@@ -112,9 +110,8 @@ class Rendezvous:
         return record.incarnation not in self._lost
 
     def recent(self) -> list[Entry]:
-        """The records as of some moment after the last change that a renewal noticed.
+        """The records after the last change that a renewal noticed, or a lease ago.
 
-        And within the last lease, so that who lets its own end is expired there, too.
         After a store lost its memory, members appear here that were not in `records`
         when this member connected; they must be greeted.
         """
@@ -206,12 +203,20 @@ class Rendezvous:
                     del self._mine[record.name]
         version, now = self._store.version(), time.monotonic()
         is_news = version != self._version
-        # Else none of them would ever be seen to have outlived its lease.
-        if is_news or now > self._read_at + record.lease:
+        if is_news or self._may_have_ended(now):
             self._recent = self._store.recent()
             self._version, self._read_at = version, now
         if is_news and self._worker is not None:
             self.on_news()
+
+    def _may_have_ended(self, now: float) -> bool:
+        """Whether a lease may have, of somebody whom no member here has met."""
+        recorded = [entry.record for entry in self._recent]
+        others = [r for r in recorded if r.incarnation not in self._incarnations]
+        if not others or now <= self._read_at + min(r.lease for r in others):
+            return False
+        met = {r.incarnation for r in self.present()}
+        return not met.issuperset(r.incarnation for r in others)
 
     def _attempt(self, job: Callable[[], object]) -> None:
         try:
