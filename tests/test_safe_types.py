@@ -852,10 +852,10 @@ class _Quiet(Peevish):
 @pytest.mark.parametrize(
     ("needs", "remedies"),
     [
-        ({"test:Money"}, "Call mq.add_safe_types there, too."),
+        ({"test:Unknown"}, "Call mq.add_safe_types there, too."),
         ({"pickle"}, "Call .* here and there .*, or connect there with allow_pickle="),
         (
-            {"pickle", "test:Money"},
+            {"pickle", "test:Unknown"},
             "Call .*there, too. Call .* here and there .*pickle=True",
         ),
     ],
