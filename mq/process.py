@@ -202,6 +202,15 @@ class ProcessWatch:
                 os.close(fd)
 
 
+def is_gone(process: ProcessId) -> bool:
+    """Whether there is proof, at this moment, that a process has ended."""
+    watch = ProcessWatch(process)
+    try:
+        return watch.ended() is True
+    finally:
+        watch.close()
+
+
 def _is_readable(fd: int) -> bool:
     poller = select.poll()  # select() cannot take descriptors beyond 1023
     poller.register(fd, select.POLLIN)

@@ -17,7 +17,7 @@ import pytest
 from interrupter import Interrupter
 from scripted import Parcel, ScriptedConn
 from test_mesh_flow import LARGE, publish_once
-from world import Got, World, subscribed
+from world import Got, Member, World, subscribed
 
 from mq import borrowing, signals, speed
 from mq.errors import CodecError
@@ -136,6 +136,20 @@ def test_what_was_taken_before_unsubscribing_is_counted() -> None:
     assert stats.discarded == 15
 
 
+def interrupt_polls(member: Member, interrupter: Interrupter) -> None:
+    """Have a member's polls interrupted from now on; it recovers each time."""
+    poll = member.poll
+
+    def interrupted() -> None:
+        try:
+            with interrupter.armed():
+                poll()
+        except KeyboardInterrupt:
+            member.mesh.recover()
+
+    member.poll = interrupted  # type: ignore[method-assign]
+
+
 def test_an_interrupt_of_an_attempt_does_not_end_the_dial() -> None:
     """Wherever it comes: what was begun by then is begun again."""
 
@@ -145,16 +159,7 @@ def test_an_interrupt_of_an_attempt_does_not_end_the_dial() -> None:
         world.net.on_dial = lambda source, target: "error"
         dial = b.dial_blindly(world["a"].link.address)
         world.net.on_dial = lambda source, target: "open"
-        poll = b.poll
-
-        def interrupted() -> None:
-            try:
-                with interrupter.armed():
-                    poll()
-            except KeyboardInterrupt:
-                b.mesh.recover()
-
-        b.poll = interrupted  # type: ignore[method-assign]
+        interrupt_polls(b, interrupter)
         world.advance(4.0)
         assert len(b.mesh.sessions) == 1, interrupter.where
         world.close()
@@ -183,14 +188,6 @@ def begun_again(interrupter: Interrupter) -> tuple[list[bytes], int, int]:
     b = world["b"]
     b.subscribe("t", keep=1)
     poll = b.poll
-
-    def interrupted() -> None:
-        try:
-            with interrupter.armed():
-                poll()
-        except KeyboardInterrupt:
-            b.mesh.recover()
-
     for life in (b"12", b"3"):
         world.join("a")
         world.settle()
@@ -199,7 +196,7 @@ def begun_again(interrupter: Interrupter) -> tuple[list[bytes], int, int]:
         world.settle()
         world.advance(1.0)
         if life == b"12":
-            b.poll = interrupted  # type: ignore[method-assign]
+            interrupt_polls(b, interrupter)
             world.kill("a")
     b.poll = poll  # type: ignore[method-assign]
     world.settle()

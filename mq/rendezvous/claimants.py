@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from mq.process import ProcessId, ProcessWatch
+from mq.process import ProcessId, is_gone
 from mq.rendezvous.record import Record
 
 _open: Final[set[str]] = set()
@@ -40,8 +40,4 @@ def has_ended(record: Record, here: ProcessId) -> bool:
         return False
     if here.pid == record.process.pid:  # whatever program it ran then
         return not has(record.incarnation)
-    watch = ProcessWatch(record.process)
-    try:
-        return watch.ended() is True
-    finally:
-        watch.close()
+    return is_gone(record.process)

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, Final
 
 from mq.errors import ConnectRefused
-from mq.process import ProcessId, ProcessWatch
+from mq.process import ProcessId, is_gone
 from mq.rendezvous.record import FORMAT, Record, load_json
 
 SAME_VERSION: Final = "install the same version of tensormq everywhere"
@@ -59,10 +59,6 @@ def has_ended(text: str | bytes) -> bool:
     try:
         told = load_json(text)["process"]
         known = {f.name: told[f.name] for f in dataclasses.fields(ProcessId)}
-        watch = ProcessWatch(ProcessId(**known))
+        return is_gone(ProcessId(**known))
     except (ValueError, KeyError, TypeError):
         return False
-    try:
-        return watch.ended() is True
-    finally:
-        watch.close()
