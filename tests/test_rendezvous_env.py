@@ -281,6 +281,6 @@ def test_a_claim_that_was_given_up_does_not_come_true_later(store_port: int) -> 
     store._store = Late()
     with pytest.raises(PeerLost):
         store.claim(record("x"))
-    eventually(lambda: store._turns._value == 4)
+    eventually(lambda: store._calls._turns._value == 4)
     with contextlib.closing(torchrun.TorchrunStore("g", 60.0, environ)) as other:
         assert other.read("x")[0] is None

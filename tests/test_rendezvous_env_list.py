@@ -17,6 +17,7 @@ from meeting import DEADLINE, libuv, record, store_port
 from mq.errors import ConnectRefused, PeerLost
 from mq.log import Log, WarnOnce
 from mq.rendezvous import torchrun
+from mq.rendezvous.bounded import Calls
 
 __all__ = ["libuv", "store_port"]  # fixtures
 
@@ -81,7 +82,7 @@ class _Member(torchrun.TorchrunStore):
     def __init__(self, number: int, values: _Values, orders: list[Any]) -> None:
         self.timeout, self.until, self.description = math.inf, math.inf, "the script"
         self._prefix, self._opened, self._warn = "p", 1, WarnOnce(Log("mq"))
-        self._stopped, self._beats = threading.Event(), {}
+        self._calls, self._beats = Calls(), {}
         self._letter = f"{number + 1:x}"
         self._values = values
         self._orders = orders

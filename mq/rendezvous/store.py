@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from mq.errors import ConnectTimeout, PeerLost, TransportUnavailable
+from mq.errors import PeerLost
 from mq.rendezvous.record import (
     Cell,
     Claim,
@@ -166,52 +165,3 @@ class CellStore(Store, Generic[Token]):
                     f"{self.description}; start fewer members under one name",
                     self.description,
                 )
-
-
-def bounded(
-    call: Callable[[], T],
-    deadline: float,
-    what: str,
-    stopped: threading.Event,
-    after: Callable[[], object] = lambda: None,
-) -> T:
-    """Run a call that cannot be interrupted so that the caller can be.
-
-    Args:
-        call: Runs on a thread of its own, which is left behind after the deadline.
-        deadline: By `time.monotonic`, in seconds.
-        what: What `call` does, for the error.
-        stopped: Ends the wait early when set.
-        after: Called once `call` has ended, however late, or could not begin.
-
-    Raises:
-        ConnectTimeout: The deadline has passed, or `stopped` was set.
-        TransportUnavailable: There is no thread for it.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:  # raised again where it can be handled
-            errors.append(error)
-        after()
-        done.set()
-
-    try:
-        threading.Thread(target=run, name="mq-rendezvous", daemon=True).start()
-    except RuntimeError as error:
-        after()
-        raise TransportUnavailable(
-            f"{what} can have no thread: {error}; end some, or raise `ulimit -u`"
-        ) from error
-    while not done.is_set():
-        remaining = deadline - time.monotonic()
-        if remaining <= 0 or stopped.is_set():
-            raise ConnectTimeout(f"{what} did not finish in time")
-        done.wait(min(remaining, 0.25))
-    if errors:
-        raise errors[0]
-    return results[0]

@@ -33,12 +33,13 @@ from mq.errors import (
 )
 from mq.paths import local_base
 from mq.rendezvous import unread
+from mq.rendezvous.bounded import bounded
 from mq.rendezvous.channel import Address, Channel
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.memory import MAX_NAMES
 from mq.rendezvous.record import Claim, Entry, Record
 from mq.rendezvous.service import Service, listen
-from mq.rendezvous.store import Store, bounded
+from mq.rendezvous.store import Store
 
 _RETRY_SECONDS: Final = 0.1
 _SERVE_SECONDS: Final = 10.0  # to look up the host, and for the files of its key

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeVar
@@ -28,9 +27,10 @@ from mq import forks
 from mq.errors import ConnectRefused, ConnectTimeout, PeerLost, TransportUnavailable
 from mq.log import Log, WarnOnce
 from mq.rendezvous import unread
+from mq.rendezvous.bounded import Calls
 from mq.rendezvous.places import Place, Stored, parse, written
 from mq.rendezvous.record import Cell, Entry
-from mq.rendezvous.store import CellStore, bounded
+from mq.rendezvous.store import CellStore
 
 T = TypeVar("T")
 
@@ -97,9 +97,7 @@ class TorchrunStore(CellStore[Stored]):
             run.append(environ.get("TORCHELASTIC_RESTART_COUNT", ""))
         scope = hashlib.sha256(json.dumps([group, *run]).encode()).hexdigest()[:24]
         self._prefix = f"mq/{scope}"
-        self._stopped = threading.Event()
-        # A store that stands still keeps the threads that ask it: a few, not all.
-        self._turns = threading.BoundedSemaphore(4)
+        self._calls = Calls()
         self._beats: dict[str, tuple[Stored, float]] = {}
         self._warn = WarnOnce(Log(__name__))
         self._store: _KeyValues | None = None
@@ -130,12 +128,12 @@ class TorchrunStore(CellStore[Stored]):
                         f"{problem} (MASTER_ADDR and MASTER_PORT); {first}, or give "
                         "another rendezvous"
                     ) from error
-            self._stopped.wait(min(_RETRY_SECONDS, remaining))
+            self._calls.stopped.wait(min(_RETRY_SECONDS, remaining))
 
     def _knock(self, deadline: float) -> None:
         """See that somebody listens; TCPStore's own wait cannot be interrupted."""
         address = self._host, self._port
-        self._bounded(
+        self._calls.run(
             lambda: socket.create_connection(address, 2.0).close(),
             deadline,
             f"connecting to {self._host}:{self._port}",
@@ -172,7 +170,7 @@ class TorchrunStore(CellStore[Stored]):
         if begin < self._again_at:
             raise ConnectTimeout(f"{self.description} did not answer as a TCPStore")
         try:
-            store = self._bounded(connect, deadline, "opening the store")
+            store = self._calls.run(connect, deadline, "opening the store")
         except TransportUnavailable:
             raise
         except (RuntimeError, ConnectTimeout) as error:
@@ -186,7 +184,7 @@ class TorchrunStore(CellStore[Stored]):
         self._opened += 1
         self._pause = MIN_PAUSE_SECONDS
         self._store = store
-        if self._stopped.is_set():  # another thread closed this meanwhile
+        if self._calls.stopped.is_set():  # another thread closed this meanwhile
             self._store = None
         return store
 
@@ -215,7 +213,8 @@ class TorchrunStore(CellStore[Stored]):
         # is on it before it can be held by anybody, and until nobody holds it.
         place = None if new.record is None else self._take_place(name, store)
         won = False
-        if not self._stopped.is_set():  # given up meanwhile, it must not come true
+        # What was given up meanwhile must not come true.
+        if not self._calls.stopped.is_set():
             won = self._put(name, token, Stored("", 0, place), new, store)
         # In any case: it may have been done before, and the answer been lost.
         store.add(f"{self._prefix}/changes", 1)
@@ -305,7 +304,7 @@ class TorchrunStore(CellStore[Stored]):
         return f"{self._opened} {changes}"
 
     def close(self) -> None:
-        self._stopped.set()
+        self._calls.stopped.set()
         self._store = None  # its connection closes with the last call that uses it
 
     def abandon(self) -> None:
@@ -323,14 +322,14 @@ class TorchrunStore(CellStore[Stored]):
 
         A store that is gone is not waited for: it is looked for by the next request.
         """
-        if self._stopped.is_set():
+        if self._calls.stopped.is_set():
             raise PeerLost(f"{self.description} is closed", self.description)
         deadline = self.deadline()
         store = self._store
         try:
             if store is not None:
                 try:
-                    return self._bounded(functools.partial(call, store), deadline)
+                    return self._calls.run(functools.partial(call, store), deadline)
                 except TransportUnavailable:
                     raise
                 except RuntimeError:  # the connection is broken, and stays so
@@ -338,7 +337,7 @@ class TorchrunStore(CellStore[Stored]):
                         self._store = None
             self._knock(deadline)
             store = self._open(deadline)
-            return self._bounded(functools.partial(call, store), deadline)
+            return self._calls.run(functools.partial(call, store), deadline)
         except ConnectRefused:
             raise
         except TransportUnavailable as error:
@@ -351,17 +350,6 @@ class TorchrunStore(CellStore[Stored]):
                 "agent, or the rank that hosts the store, still runs",
                 self.description,
             ) from error
-
-    def _bounded(
-        self, call: Callable[[], T], deadline: float, what: str = "a request"
-    ) -> T:
-        self._take_turn(deadline)
-        return bounded(call, deadline, what, self._stopped, self._turns.release)
-
-    def _take_turn(self, deadline: float) -> None:
-        while not self._turns.acquire(timeout=0.25):
-            if self._stopped.is_set() or time.monotonic() >= deadline:
-                raise ConnectTimeout("earlier requests are still waiting")
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int]:
