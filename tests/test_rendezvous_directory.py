@@ -113,6 +113,34 @@ def test_a_file_system_that_is_full_is_not_told_to_be_made_writable(
         meet(None)
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_without_hard_links_is_not_told_to_be_made_writable(
+    code: int, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FAT and some that are shared; files can be made there."""
+
+    def fail(source: str, target: str) -> None:
+        raise OSError(code, os.strerror(code), source, None, target)
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(
+        TransportUnavailable, match=r"; choose a .* with hard links, or"
+    ):
+        meet(None)
+    assert list(runtime.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["lock", "key"])
+def test_what_is_in_place_of_a_file_is_to_be_removed(name: str, tmp_path: Path) -> None:
+    """Whatever made a directory of that name."""
+    with contextlib.closing(meet(tmp_path.as_uri())):
+        (group,) = tmp_path.iterdir()
+    Path(group, name).mkdir(parents=True)
+    group.chmod(0o700)
+    with pytest.raises(TransportUnavailable, match=f"{name}'; remove it, or"):
+        meet(tmp_path.as_uri())
+
+
 def test_who_cannot_open_a_file_leaves_nothing_behind(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,11 +34,16 @@ from typing import Final, NamedTuple
 
 from mq import forks, paths, process
 from mq.addresses import has_listener
-from mq.descriptors import out_of_descriptors
 from mq.errors import ConnectRefused, ConnectTimeout, PeerLost, TransportUnavailable
 from mq.log import Log, WarnOnce
 from mq.rendezvous import claimants, states, unread
-from mq.rendezvous.files import publish_file, read_file, sockets_of, sweep_sockets
+from mq.rendezvous.files import (
+    publish_file,
+    read_file,
+    remedy_of,
+    sockets_of,
+    sweep_sockets,
+)
 from mq.rendezvous.record import MAX_RECORD_BYTES, Cell, Entry, Record
 from mq.rendezvous.store import CellStore
 
@@ -105,12 +110,10 @@ class DirectoryStore(CellStore[_File]):
             self.close()
             if isinstance(error, ConnectTimeout):
                 raise
-            remedy = "make it writable for this user, or give another rendezvous"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                remedy = "make room there, or give another rendezvous"
-            remedy = out_of_descriptors(error) or remedy
+            remedy = remedy_of(error) or "make it writable for this user"
             raise TransportUnavailable(
-                f"cannot meet in {self.path}: {error}; {remedy}"
+                f"cannot meet in {self.path}: {error}; {remedy}, or give another "
+                "rendezvous"
             ) from error
         except BaseException:
             self.close()
@@ -370,8 +373,9 @@ class DirectoryStore(CellStore[_File]):
             except OSError as error:
                 if isinstance(error, (PeerLost, ConnectRefused, ConnectTimeout)):
                     raise
-                remedy = "check its file system's space and permissions"
-                remedy = out_of_descriptors(error) or remedy
+                remedy = (
+                    remedy_of(error) or "check its file system's space and permissions"
+                )
                 raise PeerLost(
                     f"the {_NOUN} {self.path} failed: {error}; {remedy}",
                     self.path,

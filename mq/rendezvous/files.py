@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
+from typing import Final
 
 from mq import paths
+from mq.descriptors import out_of_descriptors
 from mq.rendezvous.record import Record
+
+_NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def publish_file(directory: str, name: str, content: bytes) -> bool:
@@ -33,7 +38,7 @@ def read_file(path: str, limit: int) -> tuple[bytes, float]:
     Made, or touched: by the clock of the file system.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(os.open(path, flags), "rb") as file:
+    with open(path, "rb", opener=lambda path, _: os.open(path, flags)) as file:
         return file.read(limit + 1), os.fstat(file.fileno()).st_mtime
 
 
@@ -50,3 +55,14 @@ def sweep_sockets(record: Record | None, directory: str) -> None:
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.lstat(file).st_mode):
                 os.unlink(file)
+
+
+def remedy_of(error: OSError) -> str:
+    """What helps where a file failed, if that can be told; else ""."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "make room there"
+    if error.filename2 is not None and error.errno in _NO_LINKS:  # `link` has two
+        return "choose a directory on a file system with hard links"
+    if isinstance(error, IsADirectoryError):
+        return "remove it"
+    return out_of_descriptors(error)
