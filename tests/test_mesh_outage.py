@@ -85,6 +85,20 @@ def test_an_outage_shorter_than_peer_timeout_loses_nothing(
     expect_resumed(world, b"1", b"2")
 
 
+def test_who_could_not_be_reached_again_is_given_up_with_the_reason(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it is known; a stall, which `peer_timeout` is for, would be another."""
+    (conn,) = world.net.between(world["a"].link, world["b"].link)
+    world.net.cut(conn)
+    world.net.on_dial = lambda source, target: "fail"
+    world.advance(TIMEOUT + 1.0)
+    failed, ended = sorted(line for line in caplog.messages if "gave up" in line)
+    assert "to reach it again failed, last by: connection refused" in failed
+    assert "it has not dialled this member again" in ended
+    assert "peer_timeout" not in failed + ended
+
+
 def test_attempts_side_by_side_resume_a_session_once(world: World) -> None:
     """The first that is answered does, wherever the others are; none is left over."""
     world.stall("a")

@@ -116,6 +116,11 @@ class Dialling:
                 routes = first
         return routes
 
+    def problem_of(self, session: Session) -> str:
+        """Why the last attempt to resume a session failed; "" where none has."""
+        dials = [dial for dial in self.dials if dial.session is session]
+        return next((dial.error for dial in dials if dial.error), "")
+
     def attempt(self, dial: Dial, now: float) -> None:
         """Try the next of a dial's routes, unless it has come to an end."""
         if dial.done:

@@ -96,13 +96,23 @@ class Liveness:
                 _ask_engine(session, now)
             silent = now - session.last_heard
             if silent >= session.timeout:
-                advice = "raise peer_timeout if such stalls are normal here"
-                self._mesh.forget(session, f"silent for {silent:.1f} s; {advice}")
+                why = f"silent for {silent:.1f} s; {self._explain(session)}"
+                self._mesh.forget(session, why)
             elif session.conn is not None:
                 if session.dialler and silent > REDIAL_PART * session.timeout:
                     self._mesh.disconnect(session, "silent")
                 else:
                     _heartbeat(session, now)
+
+    def _explain(self, session: Session) -> str:
+        """What is known of a peer that is silent, or what to do about it."""
+        if session.conn is None:
+            problem = self._mesh.dialling.problem_of(session)
+            if problem:
+                return f"to reach it again failed, last by: {problem}"
+            if not session.dialler:
+                return "its connection ended, and it has not dialled this member again"
+        return "raise peer_timeout if such stalls are normal here"
 
 
 def _ask_engine(session: Session, now: float) -> None:
