@@ -109,10 +109,12 @@ class WarnOnce:
         self._most = most
         self._said: dict[Hashable, object] = {}
 
-    def __call__(self, key: Hashable, text: str, *args: object) -> None:
-        """Warn of what is known by a key."""
-        if self._is_new(key):
+    def __call__(self, key: Hashable, text: str, *args: object) -> bool:
+        """Warn of what is known by a key; whether that was not said before."""
+        is_new = self._is_new(key)
+        if is_new:
             self._log._say(logging.WARNING, text, args)
+        return is_new
 
     def exception(self, key: Hashable, text: str, *args: object) -> None:
         """The same of an error, with the traceback of the one that is being handled."""

@@ -7,6 +7,7 @@ import socket
 import string
 import time
 from abc import abstractmethod
+from collections import Counter
 from typing import Any, Final, Protocol, TypeVar
 
 from mq.descriptors import most_open, out_of_descriptors
@@ -25,6 +26,10 @@ _ACCEPTS: Final = 32  # at a time, before the others have their turn
 _STRANGERS: Final = 128
 _GREETING_SECONDS: Final = 5.0
 _REASON_CHARACTERS: Final = 500
+FORGET_SECONDS: Final = 3600.0
+"""How long it is known what was told of strangers; then it may be said again."""
+_REASONS: Final = 8
+"""To refuse strangers of one host: they may send something else each time."""
 
 
 class Complaint:
@@ -47,15 +52,20 @@ class Complaint:
 
 
 class Refusals:
-    """Tells the log of strangers that are refused, each once, and not of too many.
+    """Tells the log of strangers that are refused, each once an hour, not of too many.
 
     Who does not know that it was refused tries again, from another port each time: of
-    those the first of a host is told of.
+    those each reason is told of once for a host, so that a probe there hides no member.
     """
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._misfits = WarnOnce(logger, MOST_STRANGERS)
         self._strays = WarnOnce(logger, MOST_STRANGERS)
+        self._reasons: Counter[str] = Counter()
+        self._until = time.monotonic() + FORGET_SECONDS
 
     def tell(self, address: str, why: str, *, misfit: bool) -> None:
         """Say so.
@@ -64,11 +74,17 @@ class Refusals:
             misfit: Whether it is of another version, which it is told; else it may be
                 anything.
         """
-        warn = self._misfits if misfit else self._strays
-        key = address if misfit else address.rstrip(string.digits)
+        if time.monotonic() >= self._until:
+            self._begin()
         why = why[:_REASON_CHARACTERS]  # which may be what it has sent
         shown = why if why.isprintable() else repr(why)
-        warn(key, "refused %s: %s", address, shown)
+        host = address.rstrip(string.digits)
+        if misfit:
+            self._misfits(address, "refused %s: %s", address, shown)
+        elif self._reasons[host] < _REASONS:
+            key = host, why.replace(address, host)
+            if self._strays(key, "refused %s: %s", address, shown):
+                self._reasons[host] += 1
 
 
 class Listener(Protocol):

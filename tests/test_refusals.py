@@ -1,0 +1,51 @@
+"""What the log says of strangers that are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mq.log import MOST_STRANGERS
+from mq.stream import listening
+
+
+def test_each_reason_is_told_once_for_a_host(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A probe from there hides no member that comes with a bad certificate later."""
+    refusals = listening.Refusals()
+    for port in range(3):
+        address = f"tls://10.0.0.1:{port}"
+        for why in ("it speaks no TLS", f"no connection with {address}: expired"):
+            refusals.tell(address, why, misfit=False)
+    assert caplog.messages == [
+        "refused tls://10.0.0.1:0: it speaks no TLS",
+        "refused tls://10.0.0.1:0: no connection with tls://10.0.0.1:0: expired",
+    ]
+
+
+def test_one_host_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Though it sends something else each time, others are still told of."""
+    refusals = listening.Refusals()
+    for number in range(2 * MOST_STRANGERS):
+        refusals.tell("tcp://10.0.0.1:7", f"sent {number}", misfit=False)
+    refusals.tell("tcp://10.0.0.2:7", "sent 0", misfit=False)
+    assert len(caplog.messages) < MOST_STRANGERS / 2
+    assert caplog.messages[-1] == "refused tcp://10.0.0.2:7: sent 0"
+
+
+def test_many_hosts_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an hour it is said again, and of others."""
+    now = [0.0]
+    monkeypatch.setattr(listening, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    refusals = listening.Refusals()
+    for _ in range(2):
+        caplog.clear()
+        for host in range(2 * MOST_STRANGERS):
+            refusals.tell(f"tcp://10.0.0.{host}:7", "sent nothing", misfit=False)
+            refusals.tell(f"tcp://10.0.0.{host}:7", "version 2", misfit=True)
+        assert len(caplog.messages) == 2 * MOST_STRANGERS
+        now[0] += listening.FORGET_SECONDS
