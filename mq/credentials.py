@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import ssl
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NoReturn
@@ -156,6 +158,8 @@ def _check_texts(transport: str, paths: Mapping[str, str]) -> None:
     """Say which file is not what it must be, which OpenSSL does not."""
     for option, path in paths.items():
         try:
+            if stat.S_ISFIFO(os.stat(path).st_mode):  # each is read more than once
+                raise OSError(errno.ESPIPE, "it is a pipe")
             text = Path(path).read_bytes()
         except OSError as error:
             raise OSError(

@@ -197,6 +197,34 @@ def test_a_refused_certificate_is_explained_to_who_dialled(
         assert listening.members[0].link.malformed == 1
 
 
+def test_whom_a_listener_refuses_is_in_its_log(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever only looks whether somebody listens is not."""
+    strange = other("stranger", "other_authority")
+    with facing(
+        functools.partial(make, **tls_options()), functools.partial(make, **strange)
+    ) as (listening, dialling):
+        address = listening.members[0].addresses[0]
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))):
+            pass
+        conn = dialling.members[0].link.dial(address)
+        lost_at(dialling, listening, conn)
+        listening.until(lambda: bool(caplog.messages), "a line in the log")
+        (line,) = caplog.messages
+        assert re.search(r"refused .*127\.0\.0\.1:\d+: ", line)
+        assert re.search(r"authorities=|refuses this member's certificate", line)
+
+
+def test_a_certificate_that_names_nobody_will_do(make: Make) -> None:
+    """Its name is among the alternative ones; there is no common name to tell."""
+    with World(
+        functools.partial(make, **tls_options("nameless", "nameless_authority"))
+    ) as world:
+        for conn in world.connect():
+            assert "certificate" not in conn.describe() or make is TlsLink
+
+
 def test_a_name_that_does_not_match_is_explained() -> None:
     """With the option that says which name to expect."""
     with World(tls) as world:
@@ -456,6 +484,18 @@ def test_keys_that_only_openssl_has_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(OSError, match=words):
             mq.connect("nng:tls", group="tls", name="a", **options)
+
+
+@pytest.mark.parametrize("option", tls_options())
+@pytest.mark.parametrize("backend", ENGINES)
+def test_a_file_that_can_be_read_once_only_is_refused(
+    backend: str, option: str, tmp_path: Path
+) -> None:
+    """Such as a shell's `<(command)`: the second to open it would wait for ever."""
+    os.mkfifo(tmp_path / "fifo")
+    given = {**tls_options(), option: os.fspath(tmp_path / "fifo")}
+    with pytest.raises(OSError, match=f"{option} '.*fifo' .*it is a pipe"):
+        mq.connect(backend, group="tls", name="a", **given)
 
 
 @pytest.mark.parametrize("backend", ENGINES)

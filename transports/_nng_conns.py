@@ -261,6 +261,8 @@ class NngConn(Conn):
     def _end(self, channel: Channel) -> None:
         if self.news is What.ACCEPTED:
             self._malformed("nothing that NNG or a member understands")
+            if why := channel.refusal():
+                self._link.refusals.tell(self.address, why, misfit=False)
         elif channel.refused():
             self._malformed("what NNG does not accept")
         problem = f": {channel.problem}" if channel.problem else ""

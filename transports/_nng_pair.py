@@ -176,6 +176,10 @@ class Channel(ABC):
     def refused(self) -> bool:
         """After the end: whether the engine left unread what the peer had sent."""
 
+    def refusal(self) -> str:
+        """Why who tried, but never said hello, was refused; "" where told elsewhere."""
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """Free everything; what was not sent yet is dropped."""

@@ -16,12 +16,21 @@ from typing import Any
 from pynng import ffi, lib
 
 from mq import forks
-from mq.stream.sockets import connected, inode, unpace
+from mq.stream.sockets import connected, inode, received_bytes, unpace
 from transports._nng_aio import Operation
 from transports._nng_pair import HANG_UP, PREFIX_BYTES, Channel, explain, unread
 from transports._nng_streams import address_of
 
 _SIZE_BYTES = 8
+_GONE = (lib.NNG_ECLOSED, lib.NNG_ECONNSHUT, lib.NNG_ECONNRESET)
+_SIGNED = (
+    "; the certificates must be in date, and each be signed by one that the other "
+    "end's authorities= holds"
+)
+_NO_HANDSHAKE = f"its TLS handshake did not succeed{_SIGNED}"
+_END_BYTES = 1
+"""The end of a connection may count as a byte, where nothing was sent."""
+_REMEDIES = {lib.NNG_ECRYPTO: _SIGNED, lib.NNG_EPEERAUTH: _SIGNED}
 
 
 def _memory(nbytes: int) -> mmap.mmap:
@@ -244,7 +253,8 @@ class TlsChannel(Channel):
     # -- the end ----------
 
     def _fail(self, code: int) -> None:
-        self.problem = self.problem or explain(code)
+        if code not in _GONE:
+            self.problem = self.problem or explain(code) + _REMEDIES.get(code, "")
         self._broken = True
 
     def ended(self) -> bool:
@@ -252,6 +262,11 @@ class TlsChannel(Channel):
 
     def refused(self) -> bool:
         return self._refused
+
+    def refusal(self) -> str:
+        # NNG may not have said why before the end of the connection is seen.
+        sent = received_bytes(self._copy, self._inode) if self._copy >= 0 else None
+        return self.problem or (_NO_HANDSHAKE if (sent or 0) > _END_BYTES else "")
 
     def close(self) -> None:
         if not self._closed:
@@ -267,7 +282,8 @@ class TlsChannel(Channel):
 
     def describe(self) -> Mapping[str, str]:
         found = ffi.new("char **")
-        if lib.nng_stream_get_string(self._stream, b"tls-peer-cn", found):
+        failed = lib.nng_stream_get_string(self._stream, b"tls-peer-cn", found)
+        if failed or found[0] == ffi.NULL:  # the latter where it has no such name
             return {}
         name: bytes = ffi.string(found[0])
         lib.nng_strfree(found[0])
