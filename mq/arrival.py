@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from mq import process, rendezvous
 from mq.errors import ConnectRefused, ConnectTimeout, PeerLost, TransportUnavailable
 from mq.mesh import handshake as hs
+from mq.mesh.admission import PROBE_SECONDS
 from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
 from mq.rendezvous import claimants
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PROBE_SECONDS: Final = 2.0
-"""How long the holder of a name has to answer before the name is given away, and who
-is recorded with a lease that has ended, for each of its addresses, to be waited for."""
+PROBE_OPENINGS: Final = 10
+"""For how many times as long as its connection took to open the holder of a name is
+waited for, if that is more than `PROBE_SECONDS`: to greet takes further round trips,
+and a slow network makes the first attempts too short."""
 LOOK_SECONDS: Final = 0.25
 """How often a joiner looks again who is recorded, while it waits."""
 LEAVING_SECONDS: Final = 0.01
@@ -183,18 +185,27 @@ class Arrival:
         record = holder.record
         if self._has_ended(record):
             return False
+        asked_at = time.monotonic()
         dial = self._dial(record, probe=True)
         if not dial.routes:
             return self._is_renewed(holder)
-        left = max(0.0, self._deadline - time.monotonic())
-        answered = self._driver.wait_until(lambda: dial.done, min(left, PROBE_SECONDS))
+        left, most = max(0.0, self._deadline - asked_at), PROBE_SECONDS
+
+        def opens() -> bool:
+            return dial.done or dial.opened_at is not None
+
+        answered = self._driver.wait_until(opens, min(left, most))
+        if dial.opened_at is not None:
+            most = max(most, PROBE_OPENINGS * (dial.opened_at - asked_at))
+            rest = asked_at + min(left, most) - time.monotonic()
+            answered = self._driver.wait_until(lambda: dial.done, max(0.0, rest))
         self._driver.run(lambda: self._mesh.dialling.cancel(dial))
         dial.raise_refusal()
-        if not answered and left < PROBE_SECONDS:
+        if not answered and left < most:
             raise ConnectTimeout(
                 f"{self._held(record)} and did not answer within "
                 f"{self._settings.connect_timeout:g} s; a silent holder gives it up "
-                f"after {PROBE_SECONDS:g} s: raise connect_timeout, choose another "
+                f"after {most:.3g} s: raise connect_timeout, choose another "
                 "name or end that process"
             )
         welcome = dial.welcome
@@ -260,7 +271,7 @@ class Arrival:
             incarnation=record.incarnation,
             name=record.name,
             probe=probe,
-            until=time.monotonic() + PROBE_SECONDS if probe else self._deadline + 1.0,
+            until=self._deadline + 1.0,
         )
         self._driver.run(functools.partial(dialling.start, dial))
         return dial

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import itertools
 import math
 import os
@@ -43,11 +44,13 @@ from mq.addresses import has_listener
 from mq.arrival import LOOK_SECONDS, Arrival
 from mq.errors import TransportUnavailable
 from mq.join import check_descriptors
+from mq.mesh.admission import PROBE_SECONDS
+from mq.mesh.greeting import Greetings
 from mq.rendezvous import Rendezvous, claimants, open_rendezvous
 from mq.rendezvous.directory import DirectoryStore
 from mq.rendezvous.record import Entry, Record
 from mq.testing import wait_until
-from mq.transport import Link
+from mq.transport import Event, Link, What
 
 __all__ = ["nng_runs", "runtime"]
 
@@ -576,6 +579,30 @@ def test_a_silent_holder_of_a_name_is_named_when_the_time_is_up() -> None:
         freeze(child.pid)
         with pytest.raises(mq.ConnectTimeout, match=f"'b'.* held by pid {child.pid}"):
             mq.connect("tcp", name="b", connect_timeout=0.3, **options)
+
+
+def test_a_holder_of_a_name_has_longer_to_answer_on_a_slow_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How slow it is shows in how long a connection takes to open."""
+    options: dict[str, Any] = {"group": f"slow-{os.getpid()}"}
+    with process_of(_connected, options) as (child, pipe):
+        assert pipe.recv() == "connected"
+        wake = functools.partial(os.kill, child.pid, signal.SIGCONT)
+        waking = threading.Timer(PROBE_SECONDS + 1.0, wake)
+        handle = Greetings.handle
+
+        def handle_from_afar(greetings: Greetings, event: Event) -> None:
+            if event.what is What.OPENED and not waking.ident:
+                threading.Event().wait(0.25 * PROBE_SECONDS)
+                freeze(child.pid)
+                waking.start()
+            handle(greetings, event)
+
+        monkeypatch.setattr(Greetings, "handle", handle_from_afar)
+        with pytest.raises(mq.ConnectRefused, match=f"held by pid {child.pid}"):
+            mq.connect("tcp", name="b", connect_timeout=DEADLINE, **options)
+        waking.join(DEADLINE)
 
 
 def test_who_could_not_be_greeted_in_time_is_named() -> None:

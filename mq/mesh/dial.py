@@ -44,6 +44,7 @@ class Dial:
         max_delay: Longest pause between attempts in seconds.
         pace: Seconds after which another attempt is begun beside one that has got no
             answer yet, as where packets were lost TCP takes 1, 3 and 7 s to begin anew.
+        opened_at: When an attempt had a connection first, by the mesh's clock, or None.
         leaves_at: Until when attempts beside each other take the same route.
         next_at: When the next attempt is due, by the mesh's clock.
         until: When to give up, by the mesh's clock; None: never.
@@ -79,6 +80,7 @@ class Dial:
         self.conn: Conn | None = None  # of the last attempt
         self.address = routes[0][1] if routes else ""
         self.attempt = 0
+        self.opened_at: float | None = None
         self.leaves_at = 0.0
         # By address: until when an attempt may last, and how long the next one.
         self._longest: dict[str, tuple[float, float]] = {}

@@ -56,6 +56,8 @@ class Greetings:
             return
         try:
             if event.what is What.OPENED:
+                if greeter.dial is not None and greeter.dial.opened_at is None:
+                    greeter.dial.opened_at = mesh.clock()
                 self._send(conn, greeter, greeter.handshake.hello())
             elif event.what is What.LOST:
                 reason = event.reason or "connection lost"
