@@ -19,6 +19,8 @@ _DEAD_STATES: Final = ("Z", "X", "x")
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 _MOST_HOST_CHARACTERS: Final = 64
 """As many as the kernel lets a name have, where it is escaped, too."""
+_INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC
+"""Its inode, the same on each kernel; other namespaces of processes are containers'."""
 _MOST_PID: Final = 2**31 - 1
 """The kernel's type: what a peer says beyond it is the id of no process."""
 
@@ -85,6 +87,14 @@ def _namespace(kind: str) -> int:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
         return 0
+
+
+def has_unique_id() -> bool:
+    """Whether no other process of this host has the calling process's id.
+
+    Containers count from 1, each of them, and may have the name of one host.
+    """
+    return _namespace("pid") == _INITIAL_PID_NAMESPACE
 
 
 def boot_id() -> str:

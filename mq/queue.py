@@ -54,7 +54,8 @@ def connect(
     Args:
         backend: The transport, such as "zmq"; `mq transports` lists them.
         group: Members of one group hear each other.
-        name: This member's name, unique in its group; default: host, pid and a number.
+        name: This member's name, unique in its group; default: host, pid and a number,
+            and in a container something random.
         rendezvous: Where members meet: None (a directory of this user on this host),
             ``tcp://host:port``, ``file:///shared/path`` or ``env://`` (torchrun).
         listen: Addresses to listen on; default: reachable from this host only.

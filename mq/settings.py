@@ -175,7 +175,8 @@ def resolve(
 
 
 def _default_name() -> str:
-    return f"{process.host_name()}-{os.getpid()}-{next(_counter)}"
+    name = f"{process.host_name()}-{os.getpid()}-{next(_counter)}"
+    return name if process.has_unique_id() else f"{name}-{os.urandom(3).hex()}"
 
 
 def _under_torchrun(env: Mapping[str, str]) -> bool:

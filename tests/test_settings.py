@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from meeting import free_port
 from world import World
 
 import mq
-from mq import settings
+from mq import process, settings
 
 
 def resolve(env: dict[str, str] | None = None, **given: Any) -> settings.Settings:
@@ -168,6 +171,26 @@ def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
     assert found.secret == b"from a file"
     with pytest.raises(ValueError, match="MQ_SECRET_FILE"):
         resolve({"MQ_SECRET_FILE": str(path) + "x"}, backend="zmq", group="g")
+
+
+@pytest.mark.parametrize("namespace", [0, 4026532000, 4026531836])
+def test_default_names_of_like_containers_differ(
+    namespace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may be the first process of a host of that name, and has its first queue."""
+    monkeypatch.setattr("mq.process._namespace", lambda kind: namespace)
+    found = []
+    for _ in range(2):
+        monkeypatch.setattr(settings, "_counter", itertools.count(1))
+        found.append(resolve(backend="tcp", group="g").name)
+    plain = f"{process.host_name()}-{os.getpid()}-1"
+    if namespace == 4026531836:
+        assert found == [plain, plain]
+    else:
+        assert len(set(found)) == 2
+        assert all(
+            re.fullmatch(re.escape(plain) + "-[0-9a-f]{6}", name) for name in found
+        )
 
 
 def test_default_names_differ() -> None:
