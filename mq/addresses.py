@@ -87,9 +87,21 @@ def rank(candidates: Sequence[str], wires: Sequence[str], same_host: bool) -> li
         for address in candidates
         if address.partition("://")[0] in order
         and is_whole(address)
-        and (same_host or is_routable(address, wires))
+        and (same_host or is_routable(address, wires) or _is_file_here(address))
     ]
     return sorted(usable, key=lambda address: order[address.partition("://")[0]])
+
+
+def _is_file_here(address: str) -> bool:
+    """Whether it is of a socket file that this process finds.
+
+    A container may share the directory, and still have a boot id of its own.
+    """
+    scheme, _, path = address.partition("://")
+    try:
+        return scheme in _FILE_SCHEMES and stat.S_ISSOCK(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def is_whole(address: str) -> bool:

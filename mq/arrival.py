@@ -69,6 +69,11 @@ def _is_own(record: rendezvous.Record) -> bool:
     return process.here().is_same(record.process)
 
 
+def _is_routable(dial: Dial) -> bool:
+    """Whether some route of it may lead to another host."""
+    return any(link.is_routable(address) for link, address in dial.routes)
+
+
 class Arrival:
     """Claims a name at the rendezvous, then greets everyone recorded there."""
 
@@ -208,8 +213,11 @@ class Arrival:
                 f"after {most:.3g} s: raise connect_timeout, choose another "
                 "name or end that process"
             )
-        welcome = dial.welcome
-        return welcome is not None and welcome.incarnation == record.incarnation
+        if dial.welcome is not None:
+            return dial.welcome.incarnation == record.incarnation
+        # On another host a file of that name says nothing of the holder's.
+        is_near = self._mesh.config.is_near(record.process)
+        return not is_near and not _is_routable(dial) and self._is_renewed(holder)
 
     def _is_renewed(self, holder: Entry) -> bool:
         """Whether a holder that cannot be asked renews its lease before that ends.
@@ -377,9 +385,7 @@ class Arrival:
                 f"listens on {places}, which cannot be reached from this host, "
                 f"and has not dialled this member; {_LISTEN}"
             )
-        elif self._link.capabilities.reach == "network" and not any(
-            link.is_routable(address) for link, address in dial.routes
-        ):
+        elif self._link.capabilities.reach == "network" and not _is_routable(dial):
             happened += f"; if it is in another container or namespace, {_LISTEN}"
         process = record.process
         return f"{record.name!r} (pid {process.pid} on {process.host}, {happened})"

@@ -40,6 +40,7 @@ from refusals import no_descriptor, unknown_host
 from tls_files import tls_options
 
 import mq
+from mq import process
 from mq.addresses import has_listener
 from mq.arrival import LOOK_SECONDS, Arrival
 from mq.errors import TransportUnavailable
@@ -438,6 +439,33 @@ def _connected(options: dict[str, Any], pipe: Connection) -> None:
     with mq.connect(**{"backend": "tcp", "name": "b"} | options):
         pipe.send("connected")
         pipe.recv()
+
+
+def _of_another_boot(options: dict[str, Any], pipe: Connection) -> None:
+    """The same in a container that has a boot id of its own."""
+    process.boot_id = lambda: "another"
+    _connected(options, pipe)
+
+
+@pytest.mark.parametrize("backend", ["shm", "zmq:ipc", "nng:ipc", "auto"])
+def test_whose_socket_file_is_here_is_met_whatever_its_boot_is_called(
+    backend: str,
+) -> None:
+    """Containers may share the directory, and have boot ids of their own."""
+    options = {"backend": backend, "group": f"boots-{os.getpid()}"}
+    options |= {"connect_timeout": DEADLINE}
+    with process_of(_of_another_boot, options) as (_, pipe):
+        assert pipe.recv() == "connected"
+        with mq.connect(name="a", **options) as queue:
+            assert [member.name for member in queue.members()] == ["a", "b"]
+
+
+def test_a_file_of_that_name_on_another_host_takes_no_name_away() -> None:
+    """Whoever listens there, if anybody does, is not the member that is asked for."""
+    with _held_far_away("shm") as (options, _):
+        told = r"'x'.* held by pid \d+ on far.* cannot be reached from here.* lease of"
+        with pytest.raises(mq.ConnectTimeout, match=told):
+            mq.connect(name="x", connect_timeout=2 * PROBE_SECONDS, **options)
 
 
 def _unable_to_prove(queue: mq.MQ) -> Rendezvous:
@@ -856,10 +884,12 @@ def test_a_child_forked_during_connect_holds_nothing_of_it_and_harms_nobody(
 
 
 @contextlib.contextmanager
-def _held_far_away(**changes: Any) -> Iterator[tuple[dict[str, Any], Record]]:
+def _held_far_away(
+    backend: str = "tcp", **changes: Any
+) -> Iterator[tuple[dict[str, Any], Record]]:
     """A group where a member of another host that this one cannot dial has a name."""
-    options: dict[str, Any] = {"group": f"far-{os.getpid()}"}
-    with mq.connect("tcp", name="a", peer_timeout=60.0, **options) as queue:
+    options: dict[str, Any] = {"backend": backend, "group": f"far-{os.getpid()}"}
+    with mq.connect(name="a", peer_timeout=60.0, **options) as queue:
         record = queue._joined.record
         meeting = queue._joined.meeting
         assert record is not None
@@ -888,7 +918,7 @@ def test_a_name_is_not_taken_from_a_holder_that_cannot_be_asked() -> None:
         stack.callback(thread.join, DEADLINE)
         stack.callback(renewing.set)
         with pytest.raises(mq.ConnectRefused, match=r"'x'.* is held by pid \d+ on far"):
-            mq.connect("tcp", name="x", connect_timeout=DEADLINE, **options)
+            mq.connect(name="x", connect_timeout=DEADLINE, **options)
         held = {e.record.name: e.record.incarnation for e in meeting.records()}
         assert held["x"] == far.incarnation
 
@@ -898,11 +928,11 @@ def test_who_waits_for_the_lease_of_a_holder_is_told_so() -> None:
     with _held_far_away() as (options, _):
         told = r"'x'.* held by pid \d+ on far.* cannot be reached from here.* lease of"
         with pytest.raises(mq.ConnectTimeout, match=told):
-            mq.connect("tcp", name="x", connect_timeout=0.5, **options)
+            mq.connect(name="x", connect_timeout=0.5, **options)
 
 
 def test_a_name_is_free_when_the_lease_of_a_holder_has_ended() -> None:
     """Whoever it was, and wherever, it may be begun again under its name."""
     with _held_far_away(lease=1.0) as (options, _):
-        with mq.connect("tcp", name="x", connect_timeout=DEADLINE, **options) as queue:
+        with mq.connect(name="x", connect_timeout=DEADLINE, **options) as queue:
             assert [member.name for member in queue.members()] == ["a", "x"]
