@@ -11,7 +11,7 @@ from mq import process, rendezvous
 from mq.errors import ConnectRefused, ConnectTimeout, PeerLost, TransportUnavailable
 from mq.mesh import handshake as hs
 from mq.mesh.admission import PROBE_SECONDS
-from mq.mesh.dial import Dial
+from mq.mesh.dial import LISTEN, Dial
 from mq.mesh.driver import Driver
 from mq.rendezvous import claimants
 
@@ -67,11 +67,6 @@ def within_reach(link: Link, other: process.ProcessId) -> bool:
 
 def _is_own(record: rendezvous.Record) -> bool:
     return process.here().is_same(record.process)
-
-
-def _is_routable(dial: Dial) -> bool:
-    """Whether some route of it may lead to another host."""
-    return any(link.is_routable(address) for link, address in dial.routes)
 
 
 class Arrival:
@@ -217,7 +212,7 @@ class Arrival:
             return dial.welcome.incarnation == record.incarnation
         # On another host a file of that name says nothing of the holder's.
         is_near = self._mesh.config.is_near(record.process)
-        return not is_near and not _is_routable(dial) and self._is_renewed(holder)
+        return not is_near and not dial.is_routable() and self._is_renewed(holder)
 
     def _is_renewed(self, holder: Entry) -> bool:
         """Whether a holder that cannot be asked renews its lease before that ends.
@@ -383,12 +378,9 @@ class Arrival:
         if not dial.routes:
             happened = (
                 f"listens on {places}, which cannot be reached from this host, "
-                f"and has not dialled this member; {_LISTEN}"
+                f"and has not dialled this member; {LISTEN}"
             )
-        elif self._link.capabilities.reach == "network" and not _is_routable(dial):
-            happened += f"; if it is in another container or namespace, {_LISTEN}"
+        elif self._link.capabilities.reach == "network":
+            happened += dial.hint()
         process = record.process
         return f"{record.name!r} (pid {process.pid} on {process.host}, {happened})"
-
-
-_LISTEN = "one of the two must listen= (or MQ_LISTEN) where the other reaches it"

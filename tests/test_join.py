@@ -355,6 +355,16 @@ def test_a_loopback_where_nobody_answers_may_be_another_one() -> None:
             mq.connect("tcp", name="c", connect_timeout=0.5, **options)
 
 
+def test_an_address_where_nobody_answers_may_be_another_networks() -> None:
+    """As that of a container behind address translation, which announces its own."""
+    options: dict[str, Any] = {"group": f"translated-{os.getpid()}"}
+    with mq.connect("tcp", name="a", **options) as queue:
+        record_another(queue, addresses=("tcp://192.0.2.1:9",))
+        told = r"'b'.*if tcp://192\.0\.2\.1:9 cannot be reached .*listen=.*attach_to="
+        with pytest.raises(mq.ConnectTimeout, match=told):
+            mq.connect("tcp", name="c", connect_timeout=0.5, **options)
+
+
 def test_who_is_new_at_a_rendezvous_service_is_dialled_at_once() -> None:
     """Not only when it is next looked after: who cannot dial waits for that."""
     where: dict[str, Any] = {

@@ -28,6 +28,7 @@ MAX_BESIDE: Final = 64
 """Connections that have not greeted yet; beyond, no attempt is begun beside another."""
 MAX_GREETERS: Final = 512
 """Accepted connections that have not greeted yet; beyond, the oldest is closed."""
+LISTEN: Final = "one of the two must listen= (or MQ_LISTEN) where the other reaches it"
 
 
 class Dial:
@@ -137,6 +138,21 @@ class Dial:
         self.conn = None  # only now: `recover` goes by it
         if self.until is not None and self.next_at >= self.until:
             self.done = True
+
+    def is_routable(self) -> bool:
+        """Whether some route of it may lead to another host."""
+        return any(link.is_routable(address) for link, address in self.routes)
+
+    def hint(self) -> str:
+        """What may be wrong with the addresses that were tried, to end a sentence."""
+        if not self.is_routable():
+            return f"; if it is in another container or namespace, {LISTEN}"
+        if self.opened_at is not None:
+            return ""
+        return (
+            f"; if {self.address} cannot be reached from here, as behind NAT, "
+            f"{LISTEN}, or leave the rendezvous out and attach_to= an address that can"
+        )
 
     def raise_refusal(self) -> None:
         """Raises: ConnectRefused or AuthenticationFailed, if it was refused."""
