@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mq.errors import MessagesLost, MessageTooLarge
 from mq.mesh.incoming import Entry, Run, Source
 from mq.mesh.subscription import Subscription, due
+
+if TYPE_CHECKING:
+    from mq.mesh.session import Session
 
 AHEAD_BYTES: Final = 32 * 1024
 """How much is decoded ahead at most."""
@@ -259,22 +262,34 @@ class Inbox:
         self._unprepare()
         self.fifo.appendleft(Returned(item))
 
-    def cut(self, source: Source) -> None:
-        """Its publisher is gone: drop what it has not written to the end, and after.
+    def runs(self) -> dict[Source, list[Run]]:
+        """Those that wait, by source; found at once, as there may be very many."""
+        found: dict[Source, list[Run]] = {}
+        for item in self.fifo:
+            if isinstance(item, Run):
+                found.setdefault(item.source, []).append(item)
+        return found
+
+    def cut(self, session: Session) -> None:
+        """A publisher is gone: drop what it has not written to the end, and after.
 
         That is as if it had not arrived. It may be repeated after an interrupt.
         """
-        runs = [r for r in self.fifo if isinstance(r, Run) and r.source is source]
-        lacks = [run.copying is not None and run.copying.lacks() for run in runs]
-        if True not in lacks:
-            return
-        first = lacks.index(True)
-        source.cut(runs[:first], runs[first].first - 1)
-        for run in runs[first:]:
-            if run.copying is not None:
-                run.copying.wanted = False
-        gone = set(map(id, runs[first:]))
-        self.fifo = deque(item for item in self.fifo if id(item) not in gone)
+        gone: set[int] = set()
+        for source, runs in self.runs().items():
+            if source.session is not session:
+                continue
+            lacks = [run.copying is not None and run.copying.lacks() for run in runs]
+            if True not in lacks:
+                continue
+            first = lacks.index(True)
+            source.cut(runs[:first], runs[first].first - 1)
+            for run in runs[first:]:
+                if run.copying is not None:
+                    run.copying.wanted = False
+            gone.update(map(id, runs[first:]))
+        if gone:
+            self.fifo = deque(item for item in self.fifo if id(item) not in gone)
 
     def drop(self, subscription: Subscription) -> int:
         """Remove the messages of one subscription; how many nobody had taken.

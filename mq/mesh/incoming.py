@@ -184,23 +184,20 @@ class Source:
         _, messages, nbytes = self.arrivals[0]
         return messages - self.consumed_messages, nbytes - self.consumed_bytes
 
-    def count_again(self, fifo: deque[Item]) -> None:
+    def count_again(self, unread: Sequence[Run]) -> None:
         """Derive what was taken from what is still in the inbox."""
         if not self.arrivals or self.subscription.keep is not None:
             return
-        mine = [run for run in fifo if isinstance(run, Run) and run.source is self]
+        left, left_bytes = _size(unread)
         _, messages, nbytes = self.arrivals[0]
-        left = sum(len(run.areas) - run.counted for run in mine)
         self.consumed_messages = messages - left
-        left = sum(len(area) for run in mine for area in run.areas[run.counted :])
-        self.consumed_bytes = nbytes - left
+        self.consumed_bytes = nbytes - left_bytes
 
     def cut(self, unread: Sequence[Run], newest: int) -> None:
         """Nothing arrived after `newest`: of what did, these wait in the inbox."""
-        messages = sum(len(run.areas) - run.counted for run in unread)
-        nbytes = sum(len(area) for run in unread for area in run.areas[run.counted :])
-        messages += self.consumed_messages
-        nbytes += self.consumed_bytes
+        left, left_bytes = _size(unread)
+        messages = self.consumed_messages + left
+        nbytes = self.consumed_bytes + left_bytes
         self.arrivals.append(Arrivals(newest, messages, nbytes))
 
     # -- credit ----------
@@ -386,6 +383,13 @@ class Source:
     def end(self) -> None:
         """Nothing more arrives: let go of what has begun to."""
         self._stream = None
+
+
+def _size(unread: Sequence[Run]) -> tuple[int, int]:
+    """Messages and bytes of runs that were not counted yet."""
+    messages = sum(len(run.areas) - run.counted for run in unread)
+    nbytes = sum(len(area) for run in unread for area in run.areas[run.counted :])
+    return messages, nbytes
 
 
 class Arrivals(NamedTuple):

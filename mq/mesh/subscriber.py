@@ -120,11 +120,11 @@ class Subscriber:
             may_return: It may only have been stalled: remember where its streams
                 ended, so that a later session can tell what was lost in between.
         """
+        self.inbox.cut(session)
         ended: dict[str, Ended] = {}
         for subscription in self.topics.values():
             source = subscription.sources.get(session)
             if source is not None and source.confirmed:
-                self.inbox.cut(source)
                 ended[subscription.topic] = Ended.of(source)
         incarnation = session.peer.incarnation
         if may_return:
@@ -144,6 +144,7 @@ class Subscriber:
     def repair(self, sessions: Sequence[Session]) -> None:
         """Derive again what an exception may have left undone."""
         alive = set(sessions)
+        unread = self.inbox.runs()
         for subscription in list(self._by_id.values()):
             if self.topics.get(subscription.topic) is not subscription:
                 self._end(subscription, sessions)
@@ -155,7 +156,7 @@ class Subscriber:
                 if source is None or not source.told:
                     self._tell(subscription, session)
                 elif subscription.keep is None:
-                    source.count_again(self.inbox.fifo)
+                    source.count_again(unread.get(source, ()))
                     # What was granted or asked may not have been sent.
                     if source.asked is None:
                         session.control(wire.CREDIT, [source.credit()])
