@@ -44,13 +44,23 @@ def recover(a: Member, b: Member) -> None:
     b.mesh.recover()
 
 
-@pytest.mark.parametrize("action", [lose, recover])
-def test_twice_as_many_topics_take_twice_as_long(action: Action) -> None:
-    """To a subscriber that has read nothing: and it can still read all."""
+def discard(a: Member, b: Member) -> None:
+    b.mesh.subscriber.discard_all()
+
+
+@pytest.mark.parametrize("keep", [None, 2])
+@pytest.mark.parametrize("action", [lose, recover, discard])
+def test_twice_as_many_topics_take_twice_as_long(
+    action: Action, keep: int | None
+) -> None:
+    """With a backlog of each: what is not discarded can still be read."""
     found = []
     for count in (FEW, FEW, 2 * FEW):  # Python 3.13 sees all bytecodes the second time
-        world = backlog(count)
+        world = backlog(count, keep)
         a, b = world["a"], world["b"]
         found.append(bytecodes(lambda a=a, b=b: action(a, b)))
-        assert len(b.payloads()) == count * UNREAD
+        topics = b.mesh.subscriber.topics.values()
+        discarded = sum(topic.stats.discarded for topic in topics)
+        assert len(b.payloads()) + discarded == count * (keep or UNREAD)
+        assert bool(discarded) == (action is discard)
     assert found[2] < 2.5 * found[1]

@@ -9,7 +9,7 @@ counters follow when the last one is taken, or when somebody asks.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -291,31 +291,37 @@ class Inbox:
         if gone:
             self.fifo = deque(item for item in self.fifo if id(item) not in gone)
 
-    def drop(self, subscription: Subscription) -> int:
-        """Remove the messages of one subscription; how many nobody had taken.
+    def drop(self, subscriptions: Iterable[Subscription]) -> None:
+        """Remove the messages of some subscriptions, which count what nobody had taken.
 
         What was taken and put back is counted as received, a notice as lost.
         """
         self.settle()
         self._unprepare()
+        ended: dict[Subscription | str | None, Subscription]
+        ended = {by: s for s in subscriptions for by in (s, s.topic)}
         kept: deque[Item] = deque()
-        dropped = 0
+        discarded: Counter[Subscription] = Counter()
+        sources: set[Source] = set()
         for item in self.fifo:
-            if not _belongs(item, subscription):
+            subscription = ended.get(_came_by(item))
+            if subscription is None:
                 kept.append(item)
             elif isinstance(item, Run):
-                dropped += len(item.areas) - item.taken
+                discarded[subscription] += len(item.areas) - item.taken
                 if item.copying is not None:
                     item.copying.wanted = False
-        sources = {s for s in self._sources() if _belongs(s, subscription)}
+            elif isinstance(item, Source):
+                sources.add(item)
         self.fifo = kept  # in one step: an interrupt loses nothing
+        for subscription, count in discarded.items():
+            subscription.stats.discarded += count
         for source in sources:
-            subscription.stats.dropped += _replaced(source)
-            dropped += len(source.kept)
+            source.subscription.stats.dropped += _replaced(source)
+            source.subscription.stats.discarded += len(source.kept)
             # Source and entry refer to each other, and a borrowed area must not wait
             # for the garbage collector to go back to its publisher.
             source.kept.clear()
-        return dropped
 
 
 def _replaced(source: Source) -> int:
@@ -323,13 +329,16 @@ def _replaced(source: Source) -> int:
     return due(source, source.newest + 1) - len(source.kept)
 
 
-def _belongs(item: Item, subscription: Subscription) -> bool:
-    """Whether an item came by a subscription; a notice of loss came by none."""
+def _came_by(item: Item) -> Subscription | str | None:
+    """The subscription, or its topic; a notice of loss came by none."""
+    if isinstance(item, Run):
+        return item.source.subscription
+    if isinstance(item, Source):
+        return item.subscription
     if isinstance(item, MessageTooLarge):
-        return item.topic == subscription.topic
+        return item.topic
     if isinstance(item, Returned):
         if isinstance(item.item, Entry):
-            return item.item.source.subscription is subscription
-        return getattr(item.item, "topic", None) == subscription.topic
-    source = item.source if isinstance(item, Run) else item
-    return isinstance(source, Source) and source.subscription is subscription
+            return item.item.source.subscription
+        return getattr(item.item, "topic", None)
+    return None

@@ -85,7 +85,7 @@ class Subscriber:
             self._end(subscription, sessions)
 
     def _end(self, subscription: Subscription, sessions: Sequence[Session]) -> None:
-        subscription.stats.discarded += self.inbox.drop(subscription)
+        self.inbox.drop([subscription])
         subscription.end()
         for session in sessions:
             session.control(wire.UNSUBSCRIBE, subscription.id)
@@ -95,8 +95,7 @@ class Subscriber:
 
     def discard_all(self) -> None:
         """Drop and count all messages of the inbox."""
-        for subscription in self.topics.values():
-            subscription.stats.discarded += self.inbox.drop(subscription)
+        self.inbox.drop(self.topics.values())
 
     def introduce(self, session: Session) -> None:
         """Tell a new session's peer all subscriptions, in its first frames."""
