@@ -575,3 +575,25 @@ def test_a_pop_interrupted_before_it_had_an_effect_has_none(
         pop(lead)
     assert got == ["one"]
     assert list(ready) == ["two", "three", "four"]
+
+
+def test_a_connection_that_was_to_close_closes_after_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would stay open, and nobody know of it."""
+    world = subscribed("a", "b")
+    a = world["a"]
+    close, interrupts = ScriptedConn.close, [KeyboardInterrupt()]
+
+    def interrupted(conn: ScriptedConn) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        close(conn)
+
+    monkeypatch.setattr(ScriptedConn, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        a.mesh.disconnect(a.session(world["b"]), "it broke")
+    a.mesh.recover()
+    world.advance(1.0)
+    assert len(a.link.conns) == 1
+    assert set(a.link.conns) == set(a.mesh.conns)

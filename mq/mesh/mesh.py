@@ -296,8 +296,8 @@ class Mesh:
         """Close the connection of a session, if it has one."""
         conn = session.detach()
         if conn is not None:
+            self.faults.close(conn)  # first: after an interrupt it must be found
             self.conns.pop(conn, None)
-            self.faults.close(conn)
 
     def disconnect(self, session: Session, reason: str) -> None:
         """The connection of a session is broken; resume it, unless the peer is dead."""
