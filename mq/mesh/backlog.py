@@ -7,7 +7,7 @@ the peer drops by its number or by the message's sequence, and never a gap.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -38,7 +38,7 @@ class Backlog:
 
     Attributes:
         feeds: The peer's subscriptions by id.
-        busy: Those with something to be framed, in turn.
+        busy: Those with something to be framed, in turn; none is searched for in there.
         served: What who has none to be sent has no claim to: the least `Feed.served`
             when feeds were compared, and that of one that was alone since.
         frames: Numbered frames until the peer has received them.
@@ -62,7 +62,7 @@ class Backlog:
     def __init__(self, take: Take) -> None:
         self._take = take
         self.feeds: dict[int, Feed] = {}
-        self.busy: deque[Feed] = deque()
+        self.busy: OrderedDict[Feed, None] = OrderedDict()
         self.served = 0
         self.frames: deque[Frame] = deque()
         self.sent = 0
@@ -115,9 +115,8 @@ class Backlog:
         self.under_way += frame.body_nbytes
 
     def offer(self, feed: Feed) -> None:
-        """A message was committed to `feed`."""
-        if feed not in self.busy:
-            self.busy.append(feed)
+        """A message was committed to `feed`, which keeps its turn if it has one."""
+        self.busy[feed] = None
 
     # -- framing ----------
 
@@ -136,16 +135,16 @@ class Backlog:
         size = count = flags = 0
         waiting = len(busy)
         for _ in range(waiting):
-            feed = busy[0]
+            feed = next(iter(busy))
             message = feed.head()
             if message is None:
                 # A keep-last feed comes back when its message has been received.
-                busy.popleft()
+                del busy[feed]
                 continue
             if isinstance(message.data, Large):
                 if parts:
                     break
-                busy.rotate(-1)
+                busy.move_to_end(feed)
                 if self.is_ahead():
                     continue
                 feed, message, large = self._least_served(feed, message, message.data)
@@ -166,7 +165,7 @@ class Backlog:
             if feed.keep is not None:
                 flags = wire.FLAG_ANSWER
             completes.append((feed, run.first + len(run.areas) - 1))
-            busy.rotate(-1)
+            busy.move_to_end(feed)
             if size >= BATCH_BYTES or count >= BATCH_MESSAGES:
                 break
         if not parts:
@@ -176,7 +175,7 @@ class Backlog:
             feed.framed(sequence)
             feed.topic.trim()
             if feed.head() is None:
-                busy.remove(feed)
+                del busy[feed]
         self.batches_unanswered += 1
         self.batch_at = None
         return True
@@ -297,8 +296,8 @@ class Backlog:
                 feed.received = max(feed.received, sequence)
                 if feed.on_wire:
                     feed.on_wire = False
-                    if feed.head() is not None and feed not in self.busy:
-                        self.busy.append(feed)
+                    if feed.head() is not None:
+                        self.offer(feed)
             self.under_way -= frame.body_nbytes
             # Forgotten last, so that an interrupt cannot lose what it completed.
             frames.popleft()
@@ -332,12 +331,10 @@ class Backlog:
             self.number = max(self.number, self.frames[-1].number)
         self.batch_at = None
         leaving = {feed for f in self.frames for feed, _ in f.completes or ()}
-        busy = set(self.busy)
         for feed in self.feeds.values():
             begun = feed in leaving or feed.progress is not None
             feed.on_wire = feed.keep is not None and begun
-            if feed not in busy:
-                self.busy.append(feed)
+            self.offer(feed)
 
     def unsent(self, topic: Topic, message: Outgoing) -> bool:
         """Whether some keep-all part of a large message has never been handed over."""

@@ -327,8 +327,7 @@ class Publisher:
 
     def _drop(self, feed: Feed) -> None:
         feed.end()  # first, so that nothing looks for its messages after an interrupt
-        if feed in feed.session.busy:
-            feed.session.busy.remove(feed)
+        feed.session.busy.pop(feed, None)
         if feed in feed.topic.feeds:
             feed.topic.feeds.remove(feed)
             feed.topic.refresh()

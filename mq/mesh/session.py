@@ -296,8 +296,8 @@ class Session(Backlog):
                 return True
             messages += feed.queued()
             nbytes += feed.queued_bytes()
-        if messages >= BATCH_MESSAGES or nbytes >= BATCH_BYTES:
-            return True
+            if messages >= BATCH_MESSAGES or nbytes >= BATCH_BYTES:
+                return True
         if self.batch_at is None and messages:
             self.batch_at = now + ANSWER_SECONDS
         return False
