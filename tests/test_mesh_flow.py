@@ -695,13 +695,13 @@ def test_flush_marks_are_reached_when_the_inbox_has_it_all() -> None:
     a.publish("t", b"1")
     world.join("late").subscribe("t")
     world.settle()
-    assert not a.mesh.publisher.unsettled(a.mesh.publisher.marks())
+    assert not a.mesh.publisher.unsettled(a.mesh.marks())
     a.publish("t", LARGE)
-    marks = a.mesh.publisher.marks()
+    marks = a.mesh.marks()
     assert a.mesh.publisher.unsettled(marks) == marks
     world.settle()
     assert not a.mesh.publisher.unsettled(marks)
-    marks = a.mesh.publisher.marks()
+    marks = a.mesh.marks()
     assert len(marks) == 2
     assert not a.mesh.publisher.unsettled(marks)
 
@@ -711,7 +711,7 @@ def test_a_dead_subscriber_does_not_hold_flush_up() -> None:
     world = subscribed("a", "b")
     world.partition("a", "b")
     world["a"].publish("t", b"1")
-    marks = world["a"].mesh.publisher.marks()
+    marks = world["a"].mesh.marks()
     world.kill("b")
     world.settle()
     assert not world["a"].mesh.publisher.unsettled(marks)
@@ -802,7 +802,7 @@ def test_what_was_replaced_a_lost_subscriber_does_not_lack(
     world.partition("a", "b")
     for _ in range(8):
         world["a"].publish("t", b"lacking")
-    ((feed, mark),) = a.publisher.unsettled(a.publisher.marks())
+    ((feed, mark),) = a.publisher.unsettled(a.marks())
     assert feed.lacks(mark) == lacking
     assert feed.lacks(mark - 3) == max(0, lacking - 3)
     a.forget(session, "silent for 1 s")

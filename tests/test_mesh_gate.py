@@ -56,4 +56,4 @@ def test_what_follows_on_a_topic_whose_batch_has_left_is_not_left_behind() -> No
     publish("t", 1)
     world.settle()
     assert len(world["b"].payloads()) == sum(sent.values())
-    assert not a.mesh.publisher.unsettled(a.mesh.publisher.marks())
+    assert not a.mesh.publisher.unsettled(a.mesh.marks())

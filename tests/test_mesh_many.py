@@ -106,3 +106,16 @@ def stall_and_go_on(world: World, topics: list[str]) -> None:
     assert len(a.session(b).busy) == len(topics) - 2
     a.link.capacity = 1000
     world.settle()
+
+
+def test_flush_does_not_look_at_topics_without_subscribers() -> None:
+    """However many this member has ever used."""
+    found = []
+    for count in (0, 0, FEW):
+        world = subscribed("a", "b")
+        a = world["a"]
+        for number in range(count):
+            assert a.publish(f"once {number}", b"x")
+        found.append(bytecodes(a.mesh.marks))
+        assert [feed.topic.name for feed, _ in a.mesh.marks()] == ["t"]
+    assert found[2] == found[1]

@@ -108,7 +108,7 @@ class Driver:
     def marks(self) -> list[tuple[Feed, int]]:
         """What has been published so far."""
         with self.lead.lock:
-            return self._publisher.marks()
+            return self.mesh.marks()
 
     def hurry(self, deadline: float) -> None:
         """Have `leave` deliver no longer than that, if it is under way, too.
@@ -136,7 +136,7 @@ class Driver:
             self.lead.tell_all()
             try:
                 self._publisher.close_gates()
-                marks = self._publisher.marks()
+                marks = self.mesh.marks()
                 try:
                     while True:
                         self.lead.poll(flush=True)

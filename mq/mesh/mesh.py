@@ -35,6 +35,7 @@ from mq.stats import MeshStats
 from mq.transport import LINGER_SECONDS, Event, What
 
 if TYPE_CHECKING:
+    from mq.mesh.feed import Feed
     from mq.transport import Conn, Link
 
 logger = Log(__name__)
@@ -349,6 +350,17 @@ class Mesh:
     def by_name(self, name: str) -> Session | None:
         """The session with the member of this name."""
         return next((s for s in self.sessions.values() if s.name == name), None)
+
+    def marks(self) -> list[tuple[Feed, int]]:
+        """What `flush` waits for: every feed and the last message committed to it.
+
+        However many topics this member has used: most have no feed, maybe.
+        """
+        return [
+            (feed, feed.mark())
+            for session in self.sessions.values()
+            for feed in session.feeds.values()
+        ]
 
     # -- leaving ----------
 

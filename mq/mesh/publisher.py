@@ -372,14 +372,6 @@ class Publisher:
         topic = self.topics.get(name)
         return [] if topic is None else sorted(f.session.name for f in topic.feeds)
 
-    def marks(self) -> list[tuple[Feed, int]]:
-        """What `flush` waits for: every feed and the last message committed to it."""
-        return [
-            (feed, feed.mark())
-            for topic in self.topics.values()
-            for feed in topic.feeds
-        ]
-
     @staticmethod
     def unsettled(marks: Sequence[tuple[Feed, int]]) -> list[tuple[Feed, int]]:
         """Those marks that have not been reached."""
