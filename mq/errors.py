@@ -7,6 +7,10 @@ Each class is an `MQError` and the builtin that a caller would expect, so both
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
+
+MOST_SHOWN: Final = 10
+"""Topics that are named where messages are missing; of the rest it is said how many."""
 
 
 class MQError(Exception):
@@ -79,7 +83,9 @@ class MessagesLost(MQError):
     def __init__(
         self, sender: str, topics: Sequence[str], count: int, reason: str = ""
     ) -> None:
-        names = ", ".join(repr(topic) for topic in topics)
+        names = ", ".join(map(repr, topics[:MOST_SHOWN]))
+        if len(topics) > MOST_SHOWN:
+            names += f" and {len(topics) - MOST_SHOWN} other topics"
         why = (
             f"this member gave {sender!r} up: {reason}"
             if reason

@@ -5,6 +5,7 @@ That is counted in bytecodes of the mesh, for some topics and for twice as many.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +13,7 @@ import pytest
 from interrupter import Interrupter
 from world import Member, World, subscribed
 
+import mq
 from mq.mesh.feed import Feed
 
 FEW = 60
@@ -119,3 +121,34 @@ def test_flush_does_not_look_at_topics_without_subscribers() -> None:
         found.append(bytecodes(a.mesh.marks))
         assert [feed.topic.name for feed, _ in a.mesh.marks()] == ["t"]
     assert found[2] == found[1]
+
+
+def test_of_many_topics_an_error_names_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says of the rest how much is lacking on how many."""
+    group = f"many-{os.getpid()}"
+    with (
+        mq.connect("inproc", group=group, name="a") as a,
+        mq.connect("inproc", group=group, name="b") as b,
+        mq.connect("inproc", group=group, name="c") as c,
+    ):
+        for number in range(15):
+            b.subscribe(f"topic {number}")
+        c.subscribe("topic 14")
+        with monkeypatch.context() as patch:
+            patch.setattr(a._mesh.publisher, "unsettled", list)
+            with pytest.raises(mq.FlushTimeout) as caught:
+                a.flush(timeout=0)
+    said = str(caught.value)
+    assert "'b' lacks 1 on 'topic 0', 1 on 'topic 1', " in said
+    assert "'topic 9', 5 on 5 other topics; 'c' lacks 1 on 'topic 14'" in said
+    assert "'topic 10'" not in said
+
+
+def test_of_many_topics_with_losses_some_are_named() -> None:
+    """The attribute has them all."""
+    topics = [f"topic {number}" for number in range(15)]
+    few, many = (mq.MessagesLost("a", topics[:count], 40) for count in (10, 15))
+    assert "on 'topic 0', 'topic 1', " in str(few)
+    assert "'topic 9' were lost" in str(few)
+    assert "'topic 9' and 5 other topics were lost" in str(many)
+    assert many.topics == tuple(topics)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from mq.mesh.feed import Feed
+from mq.mesh.feed import Feed, in_words
 from mq.mesh.lead import Lead
 from mq.mesh.memory import Memory
 from mq.mesh.mesh import Mesh
@@ -167,9 +167,9 @@ class Driver:
     def describe_feeds(self, marks: Sequence[tuple[Feed, int]]) -> str:
         """Who has not received what, in words; the lock is held."""
         assert self.lead.is_in_the_middle()
-        return ", ".join(
+        found: dict[str, list[tuple[int, str]]] = {}
+        for feed, mark in marks:
             # One at least: of those up to the mark newer ones may have replaced all.
-            f"{feed.session.name!r} lacks {max(1, feed.lacks(mark))} on "
-            f"{feed.topic.name!r}"
-            for feed, mark in marks
-        )
+            lacking = max(1, feed.lacks(mark)), feed.topic.name
+            found.setdefault(feed.session.name, []).append(lacking)
+        return "; ".join(f"{name!r} lacks {in_words(of)}" for name, of in found.items())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mq.errors import MOST_SHOWN
 from mq.mesh.large import Large
 from mq.mesh.outgoing import NO_LIMIT, Outgoing, size_of
 
@@ -233,3 +235,11 @@ class Feed:
         newest = self.topic.newest
         missing = mark - max(self.received, self.joined - 1, newest - self.keep)
         return min(self.keep, max(0, missing) + (self.received < self.first))
+
+
+def in_words(lacking: Sequence[tuple[int, str]]) -> str:
+    """How many messages are lacking on which topics, of which some are named."""
+    shown = [f"{n} on {name!r}" for n, name in lacking[:MOST_SHOWN]]
+    if rest := lacking[MOST_SHOWN:]:
+        shown.append(f"{sum(n for n, _ in rest)} on {len(rest)} other topics")
+    return ", ".join(shown)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from mq.mesh import wire
 from mq.mesh.backlog import Backlog
 from mq.mesh.faults import Faults, LinkFault, neither
-from mq.mesh.feed import Feed
+from mq.mesh.feed import Feed, in_words
 from mq.mesh.frame import Frame
 from mq.mesh.handshake import Greeting
 from mq.mesh.large import Large, Take
@@ -38,9 +38,6 @@ _LAST_WORDS: Final = wire.UNHURRIED | {wire.RECLAIM, wire.RETURNED, wire.BYE}
 """What a peer that is gone need not have had."""
 BYTES_PER_TURN: Final = 4 << 20
 """Sent, or read, on one connection before other threads may have the mesh."""
-
-MOST_SHOWN: Final = 10
-"""Topics that are named where a peer is given up; of the rest it is said how many."""
 
 
 class Fate(NamedTuple):
@@ -206,10 +203,7 @@ class Session(Backlog):
         feeds = self.feeds.values()
         lacking = [(feed.lacks(feed.mark()), feed.topic.name) for feed in feeds]
         counts = [(n, name) for n, name in lacking if n]
-        shown = [f"{n} on {name!r}" for n, name in counts[:MOST_SHOWN]]
-        if rest := counts[MOST_SHOWN:]:
-            shown.append(f"{sum(n for n, _ in rest)} on {len(rest)} other topics")
-        return f"; messages undelivered: {', '.join(shown)}" if shown else ""
+        return f"; messages undelivered: {in_words(counts)}" if counts else ""
 
     # -- sending ----------
 
