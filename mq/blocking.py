@@ -66,7 +66,10 @@ class BlockingQueue(Receiving):
         """
         is_simple = retain is False and urgent is False
         if is_simple and (timeout is None or (type(timeout) in PLAIN and timeout >= 0)):
-            known = self._known.get(topic)
+            try:
+                known = self._known.get(topic)
+            except TypeError:  # it cannot be looked up: refused as all that is no str
+                known = None
             if known is not None and known.gate.publish(payload, self._lock):
                 return
         if not is_simple:

@@ -170,7 +170,10 @@ class MQ(BlockingQueue):
         deadline_after(timeout)
         retain, urgent = switch("retain", retain), switch("urgent", urgent)
         await let_others_run()
-        known = None if retain or urgent else self._known.get(topic)
+        try:
+            known = None if retain or urgent else self._known.get(topic)
+        except TypeError:  # as in `publish`
+            known = None
         if known is not None and known.gate.publish(payload, self._lock):
             return
         if payload is CLEAR:

@@ -330,6 +330,20 @@ def test_a_topic_that_cannot_be_is_not_unsubscribed(
         pair[1].unsubscribe(topic)
 
 
+@pytest.mark.parametrize("topic", [5, None, ["t"], {}], ids=repr)
+def test_what_is_no_str_is_no_topic(pair: Pair, topic: Any) -> None:
+    """Also what cannot be looked up."""
+    publisher, subscriber = pair
+    for call in (
+        lambda: publisher.publish(topic, 1),
+        lambda: publisher.publish(topic, 1, retain=True),
+        lambda: asyncio.run(publisher.apublish(topic, 1)),
+        lambda: subscriber.subscribe(topic),
+    ):
+        with pytest.raises(TypeError, match="a topic is a str, not "):
+            call()
+
+
 @pytest.mark.parametrize("attribute", ["name", "backend", "capabilities"])
 def test_what_a_queue_is_cannot_be_changed(pair: Pair, attribute: str) -> None:
     """It would not be told to anybody."""
