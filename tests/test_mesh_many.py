@@ -6,15 +6,17 @@ That is counted in bytecodes of the mesh, for some topics and for twice as many.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 from interrupter import Interrupter
-from world import Member, World, subscribed
+from world import Got, Member, World, subscribed
 
 import mq
 from mq.mesh.feed import Feed
+from mq.mesh.incoming import Run
 
 FEW = 60
 UNREAD = 3
@@ -69,6 +71,123 @@ def test_twice_as_many_topics_take_twice_as_long(
         assert len(b.payloads()) + discarded == count * (keep or UNREAD)
         assert bool(discarded) == (action is discard)
     assert found[2] < 2.5 * found[1]
+
+
+@pytest.mark.parametrize("keep", [None, 2])
+def test_topics_that_end_one_after_another_are_looked_for_once(
+    keep: int | None,
+) -> None:
+    """What is left can be read in order, as what comes by new subscriptions."""
+    found = []
+    for count in (FEW, FEW, 2 * FEW):
+        world = backlog(count, keep)
+        a, b = world["a"], world["b"]
+        topics = dict(b.mesh.subscriber.topics)
+        ending = [t for number, t in enumerate(topics) if number % 5 > 1]
+
+        def end(b: Member = b, ending: list[str] = ending) -> None:
+            for topic in ending:
+                b.mesh.subscriber.unsubscribe(topic, [])
+
+        found.append(bytecodes(end))
+        each = keep or UNREAD
+        for topic, subscription in topics.items():
+            assert subscription.stats.discarded == each * (topic in ending)
+        assert len(b.mesh.subscriber.inbox) == each * (count - len(ending))
+        assert len(b.mesh.subscriber.inbox.fifo) <= 2 * len(b.mesh.subscriber.inbox)
+        for topic in ending:
+            b.subscribe(topic, keep)
+        world.settle()
+        for topic in topics:
+            assert a.publish(topic, b"new")
+        world.settle()
+        got = [item for item in b.recv_all() if isinstance(item, Got)]
+        for topic in topics:
+            payloads = [item.payload for item in got if item.topic == topic]
+            old = [b"%d" % number for number in range(UNREAD)][-each:]
+            kept = [] if topic in ending else old
+            assert payloads == [*kept, b"new"][-(keep or 9) :]
+        assert {topics[t].stats.dropped for t in ending} == {UNREAD - each}
+        assert not b.mesh.subscriber.inbox.fifo
+    assert found[2] < 2.5 * found[1]
+
+
+def test_what_ends_unread_holds_no_memory() -> None:
+    """Though others wait in the same queue, and more than it."""
+    world = backlog(FEW)
+    b = world["b"]
+    held = [
+        weakref.ref(area)
+        for item in b.mesh.subscriber.inbox.fifo
+        if isinstance(item, Run) and item.source.subscription.topic == "t5"
+        for area in item.areas
+        if isinstance(area, memoryview)
+    ]
+    assert len(held) == UNREAD
+    b.unsubscribe("t5")
+    assert [area() for area in held] == [None] * UNREAD
+    assert len(b.payloads()) == UNREAD * (FEW - 1)
+
+
+def test_what_is_taken_between_two_that_end_holds_no_memory() -> None:
+    """Nor does the inbox grow by what ends again and again beside others."""
+    world = backlog(FEW)
+    a, b = world["a"], world["b"]
+    inbox = b.mesh.subscriber.inbox
+    b.unsubscribe("t5")
+    run = inbox.fifo[0]
+    assert isinstance(run, Run)
+    area = run.areas[0]
+    assert isinstance(area, memoryview)
+    taken = weakref.ref(area)
+    del run, area
+    assert isinstance(b.recv(), Got)
+    assert taken() is None
+    for _ in range(3 * FEW):
+        b.subscribe("t5")
+        world.settle()
+        for _ in range(UNREAD):
+            assert a.publish("t5", b"x")
+            world.settle()
+        b.unsubscribe("t5")
+    assert len(inbox.fifo) <= 2 * len(inbox)
+    assert len(b.payloads()) == UNREAD * (FEW - 1) - 1
+
+
+def unsubscribe(member: Member, topic: str, interrupter: Interrupter) -> None:
+    """As the driver does."""
+    try:
+        with interrupter.armed():
+            member.unsubscribe(topic)
+    except KeyboardInterrupt:
+        member.mesh.recover()
+
+
+@pytest.mark.parametrize("keep", [None, 2])
+def test_an_interrupt_as_topics_end_loses_nothing_of_others(keep: int | None) -> None:
+    """At any line; and of those that end nothing comes."""
+
+    def end(interrupter: Interrupter) -> None:
+        world = backlog(5, keep)
+        b = world["b"]
+        ending = ["t0", "t1", "t3"]
+        for topic in ending:
+            while topic in b.mesh.subscriber.topics:
+                unsubscribe(b, topic, interrupter)
+        world.settle()
+        got = [item for item in b.recv_all() if isinstance(item, Got)]
+        assert [item.topic for item in got] == ["t2", "t4"] * (keep or UNREAD)
+        assert not b.mesh.subscriber.inbox.fifo
+        assert list(b.mesh.subscriber._by_id) == [
+            s.id for s in b.mesh.subscriber.topics.values()
+        ]
+
+    looked = Interrupter(None)
+    end(looked)
+    points = [point for place in looked.visited.values() for point in place]
+    assert len(points) > 100
+    for at in points:
+        end(Interrupter(at))
 
 
 def test_many_topics_wait_for_a_stalled_peer_in_no_time(

@@ -35,6 +35,10 @@ Item = Run | Source | MessagesLost | MessageTooLarge | Returned
 """What waits in the inbox; a Source stands for the oldest message it keeps, if any."""
 
 
+Found = tuple[dict[Subscription | str | None, list[Item]], int]
+"""What the first so many items came by, as long as none of them is taken."""
+
+
 class Prepared(NamedTuple):
     """Messages of the first run, ready for `recv`, and how many of it are thus left."""
 
@@ -68,6 +72,10 @@ class Inbox:
         self.touched: dict[Subscription, None] = {}
         self._prepared: Prepared | None = None
         self._taking: tuple[Item, Any] | None = None
+        self._found: Found | None = None
+        # Of these the queue holds so many items that are empty.
+        self._ended: list[Subscription] = []
+        self._emptied = 0
 
     def __len__(self) -> int:
         """How many messages and notices wait."""
@@ -229,7 +237,7 @@ class Inbox:
 
     def hand_over(self) -> None:
         """What `take` returned is the caller's; nothing refers to it here any more."""
-        self._taking = None
+        self._taking = self._found = None
 
     def undo_take(self) -> bool:
         """`take` was interrupted: give back what was taken since `hand_over`.
@@ -260,6 +268,7 @@ class Inbox:
     def put_back(self, item: Any) -> None:
         """Hand out `item` next: see `Returned`."""
         self._unprepare()
+        self._found = None
         self.fifo.appendleft(Returned(item))
 
     def runs(self) -> dict[Source, list[Run]]:
@@ -289,7 +298,38 @@ class Inbox:
                     run.copying.wanted = False
             gone.update(map(id, runs[first:]))
         if gone:
+            self._found = None
             self.fifo = deque(item for item in self.fifo if id(item) not in gone)
+
+    def end(self, subscription: Subscription) -> None:
+        """Have nothing more come by a subscription, which counts what nobody had taken.
+
+        What waits is emptied where it is, and removed once half of all is so: else as
+        many as end one after another would each have all the others looked through.
+        """
+        self.settle()
+        self._unprepare()
+        found = self._look()
+        items = found.get(subscription, [])
+        if items:
+            self._ended.append(subscription)
+            self._emptied += len(items)
+        notices = subscription.topic in found or Returned in set(map(type, items))
+        if notices or 2 * self._emptied >= len(self.fifo):
+            self.drop([subscription])
+            return
+        for item in items:
+            if isinstance(item, (Run, Source)):
+                _empty(item)
+
+    def _look(self) -> dict[Subscription | str | None, list[Item]]:
+        """What waits, by what it came by; only what is new is looked through."""
+        found, seen = self._found or ({}, 0)
+        count = len(self.fifo)
+        for item in islice(reversed(self.fifo), count - seen):
+            found.setdefault(_came_by(item), []).append(item)
+        self._found = found, count
+        return found
 
     def drop(self, subscriptions: Iterable[Subscription]) -> None:
         """Remove the messages of some subscriptions, which count what nobody had taken.
@@ -298,30 +338,38 @@ class Inbox:
         """
         self.settle()
         self._unprepare()
-        ended: dict[Subscription | str | None, Subscription]
-        ended = {by: s for s in subscriptions for by in (s, s.topic)}
+        ended: set[Subscription | str | None] = set(self._ended)
+        for subscription in subscriptions:
+            ended |= {subscription, subscription.topic}
         kept: deque[Item] = deque()
-        discarded: Counter[Subscription] = Counter()
-        sources: set[Source] = set()
         for item in self.fifo:
-            subscription = ended.get(_came_by(item))
-            if subscription is None:
+            if _came_by(item) not in ended:
                 kept.append(item)
-            elif isinstance(item, Run):
-                discarded[subscription] += len(item.areas) - item.taken
-                if item.copying is not None:
-                    item.copying.wanted = False
-            elif isinstance(item, Source):
-                sources.add(item)
+            elif isinstance(item, (Run, Source)):
+                _empty(item)
+        self._found = None
         self.fifo = kept  # in one step: an interrupt loses nothing
-        for subscription, count in discarded.items():
-            subscription.stats.discarded += count
-        for source in sources:
-            source.subscription.stats.dropped += _replaced(source)
-            source.subscription.stats.discarded += len(source.kept)
-            # Source and entry refer to each other, and a borrowed area must not wait
-            # for the garbage collector to go back to its publisher.
-            source.kept.clear()
+        self._ended.clear()
+        self._emptied = 0
+
+
+def _empty(item: Run | Source) -> None:
+    """Discard what a subscription that has ended had still to hand out."""
+    if isinstance(item, Run):
+        count = len(item.areas) - item.taken
+        if item.copying is not None:
+            item.copying.wanted = False
+            item.copying = None
+        item.areas = item.areas[: item.taken]  # in one step, which may be repeated
+        item.source.subscription.stats.discarded += count
+        return
+    stats = item.subscription.stats
+    stats.dropped += _replaced(item)
+    stats.discarded += len(item.kept)
+    item.taken = item.newest
+    # Source and entry refer to each other, and a borrowed area must not wait for the
+    # garbage collector to go back to its publisher.
+    item.kept.clear()
 
 
 def _replaced(source: Source) -> int:

@@ -85,7 +85,7 @@ class Subscriber:
             self._end(subscription, sessions)
 
     def _end(self, subscription: Subscription, sessions: Sequence[Session]) -> None:
-        self.inbox.drop([subscription])
+        self.inbox.end(subscription)
         subscription.end()
         for session in sessions:
             session.control(wire.UNSUBSCRIBE, subscription.id)
