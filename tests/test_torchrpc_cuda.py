@@ -377,7 +377,7 @@ def test_peers_beyond_the_names_are_staged_and_logged(
         assert again.worker.name == peers[0].worker.name
         assert again.worker.id != peers[0].worker.id
         asked = [b"still", torch.arange(3)]
-        answer = agent._ask(again, rpc_agent.echo, (asked,), with_tensors=True)
+        answer = again.ask(rpc_agent.echo, (asked,), with_tensors=True)
         assert answer[1].tolist() == [0, 1, 2]
         peers[1].listeners["a connection"] = lambda reason: None
         peers[1].fail("it is gone, but somebody may be calling it")

@@ -88,7 +88,7 @@ def test_a_wrong_answer_to_the_self_test_is_noticed(
     """An agent that starts, and does not work, is not used."""
     monkeypatch.setattr(shared, "_tested", set())
     monkeypatch.setattr(rpc_agent, "echo", calls.hold)
-    monkeypatch.setattr(rpc_agent, "SELF_TEST_SECONDS", 0.2)
+    monkeypatch.setattr(calls, "ANSWER_SECONDS", 0.2)
     poller = Poller()
     with pytest.raises(TransportUnavailable, match="does not start"):
         TorchRpcLink().open(poller, [], None)

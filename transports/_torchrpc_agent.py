@@ -36,8 +36,9 @@ from mq.log import Log
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
 from transports._torchrpc_aliases import Aliases, Pairs
-from transports._torchrpc_calls import Peer, echo, failure, lifelines, rpc, total
+from transports._torchrpc_calls import Peer, echo, lifelines, rpc, total
 from transports._torchrpc_descriptors import Descriptors, check_start, pipe_size
+from transports._torchrpc_listener import Listener
 from transports._torchrpc_stuck import end_stuck
 
 logger = Log(__name__)
@@ -61,7 +62,6 @@ GPU_CHANNELS: Final = ("cuda_ipc", "cuda_gdr", "cuda_xth", "cuda_basic")
 TESTED: Final = "torch 2.4, 2.11, 2.13 and 2.14"
 MAX_PEERS: Final = 32767
 """Ids of peers are 16 bits wide and never used again."""
-SELF_TEST_SECONDS: Final = 10.0
 
 _PRIVATE: Final = (
     "TensorPipeAgent",
@@ -192,12 +192,14 @@ class Agent:
             that the application started.
         worker: Its name in the application's group; "" for one of ours.
         descriptors: Those that connections under way will still take.
+        listener: Nothing is known of that of an agent that the application started.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.id = secrets.token_hex(16)
         self.url = self.worker = ""
+        self.listener = Listener("")
         self.users = 0
         size = pipe_size(options.transports, options.channels)
         self.descriptors = Descriptors(size)
@@ -248,6 +250,7 @@ class Agent:
                 )
                 rpc.api._init_rpc_states(self._agent)
             self.url = self._store.get(f"addrs/{name}").decode()
+            self.listener = Listener(self.url)
         except BaseException:
             self._agent = None
             if runs():
@@ -344,7 +347,7 @@ class Agent:
         """
         peer = self._add(self.url)
         for sent in ([b"mq"], [b"mq", torch.arange(5, device="cpu")]):
-            answer = self._ask(peer, echo, (sent,), with_tensors=len(sent) > 1)
+            answer = peer.ask(echo, (sent,), with_tensors=len(sent) > 1)
             if len(answer) != len(sent) or not all(map(_equal, sent, answer)):
                 raise RuntimeError(f"a call to itself was answered by {answer!r}")
         self._test_gpus()
@@ -355,31 +358,21 @@ class Agent:
             return
         with aside(self._devices):  # the application's streams may be busy
             sent = [torch.ones(9, device=device) for device in self._devices]
-            answer = self._ask(self._add(self.url, pairs), total, (sent,), True)
+            answer = self._add(self.url, pairs).ask(total, (sent,), with_tensors=True)
         if answer != [(str(device), 9) for device in self._devices]:
             raise RuntimeError(f"tensors on GPUs were answered by {answer!r}")
 
-    @staticmethod
-    def _ask(
-        peer: Peer, function: Any, args: tuple[Any, ...], with_tensors: bool
-    ) -> Any:
-        answered = threading.Event()
-        future = peer.call(function, args, with_tensors=with_tensors)
-        future.add_done_callback(lambda _: answered.set())
-        if not answered.wait(SELF_TEST_SECONDS):
-            raise RuntimeError(f"no answer within {SELF_TEST_SECONDS:g} s")
-        return failure(future) or future.value()
-
-    def close(self) -> None:
-        """Stop; every call that is unanswered fails."""
-        self._peers.clear()
-        if self.worker or self._agent is None:
-            self._agent = None
-            return
-        if self.alive:
+    def stop(self) -> None:
+        """Every call that is unanswered fails."""
+        if self.alive and not self.worker:
             # Unresolved futures may be dropped, but not be resolved any more.
             lifelines.clear()
             rpc.shutdown(graceful=False)
+
+    def close(self) -> None:
+        """Stop, and let go of it."""
+        self._peers.clear()
+        self.stop()
         self._agent = self._store = None
 
     def leak(self) -> None:

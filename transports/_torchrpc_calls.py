@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -38,6 +38,7 @@ class Receiver(Protocol):
         """Nothing more can be taken; from any thread."""
 
 
+ANSWER_SECONDS: Final = 10.0
 receivers: dict[bytes, Receiver] = {}
 """By the token that a connection's peer was told."""
 lifelines: list[Any] = []
@@ -179,6 +180,21 @@ class Peer:
             RuntimeError: The agent or the peer is gone.
         """
         return self._call(self.worker, function, args, with_tensors)
+
+    def ask(
+        self, function: Any, args: tuple[Any, ...], with_tensors: bool = False
+    ) -> Any:
+        """`call` a function and wait for its answer.
+
+        Raises:
+            RuntimeError: There is none.
+        """
+        answered = threading.Event()
+        future = self.call(function, args, with_tensors)
+        future.add_done_callback(lambda _: answered.set())
+        if not answered.wait(ANSWER_SECONDS):
+            raise RuntimeError(f"no answer within {ANSWER_SECONDS:g} s")
+        return failure(future) or future.value()
 
     def _ended(self, future: Any) -> None:
         self.fail(failure(future) or "the peer ended the lifeline")

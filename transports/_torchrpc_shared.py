@@ -33,6 +33,13 @@ NO_IPC: Final = (
 )
 """Why there is none."""
 
+DEAF: Final = (
+    "somebody has connected to TensorPipe's port at %s and left before saying anything "
+    "whole, and so TensorPipe does not listen any more: another agent takes its place, "
+    "and the connections of all torchrpc queues of this process are made again; keep "
+    "port scanners and health checks away from torchrpc's ports"
+)
+
 _lock = threading.Lock()
 _current: Agent | None = None
 _used_by = 0
@@ -60,8 +67,13 @@ def acquire(options: Options) -> Agent:
                 "fork, and TensorPipe does not survive that; start processes with the "
                 "method 'spawn' or 'forkserver', or fork before the first connect"
             )
+        if _current is not None and _current.alive and _current.listener.is_closed:
+            logger.warning(DEAF, _current.url)
+            _current.stop()
         if _current is not None and not _current.alive:
-            _current = None  # the application has shut it down; `release` frees it
+            _current = (
+                None  # stopped, or shut down by the application; `release` frees it
+            )
         ipc = _current is not None and IPC in _current.options.channels
         if IPC in options.channels and _had_ipc and not ipc:
             options = options.without([IPC])
@@ -92,7 +104,7 @@ def threads_needed(options: Options) -> int:
 
 
 def renew(agent: Agent, options: Options) -> Agent:
-    """One that lives, in place of one that the application has shut down.
+    """One that others reach, in place of one that was shut down or listens no more.
 
     Raises:
         OSError: There is none to be had.

@@ -149,12 +149,12 @@ class TorchRpcLink(Link):
             raise
 
     def _revive(self) -> None:
-        """Have an agent that lives, where the application has shut ours down.
+        """Have an agent that others reach, where ours was shut down or listens no more.
 
         Raises:
             OSError: There is none to be had.
         """
-        if self.agent.alive:
+        if self.agent.alive and not self.agent.listener.is_closed:
             return
         if self.ended:
             raise OSError(self.ended)
