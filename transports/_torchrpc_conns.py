@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from transports.torchrpc import TorchRpcLink
 
 CALLS: Final = 4
-"""Calls under way at a time: enough to keep the wire busy, few enough to batch."""
+"""Calls under way at a time: enough to keep a host busy, few enough to batch."""
 BATCH_BYTES: Final = 512 * 1024
-"""A batch is closed once it has so much, but for its last message."""
+"""A batch is closed once it has so much, but for its last message. To another host it
+leaves then, however many calls are under way: a long wire holds more than a few."""
 
 
 class RpcConn(ReadingConn):
@@ -70,9 +71,8 @@ class RpcConn(ReadingConn):
         self._unsent: deque[tuple[bytes, Body, int]] = deque()
         self._calls = UnderWay(self.notice)
         self.signs = Signs(self._calls)
-        self._ahead = self._sent = 0
-        self._issuing = False
-        self._refused = False
+        self._ahead = self._waiting = self._sent = 0
+        self._issuing = self._refused = self._is_far = False
         self._unheard_at: float | None = None
         # Whether calls may wait for a batch the other way, and any of theirs got one.
         self._may_wait = self._has_answered = False
@@ -91,8 +91,9 @@ class RpcConn(ReadingConn):
         """Both ends know each other: report `first`, and carry messages.
 
         Raises:
-            OSError: The peer cannot be added to the agent, or its memory be mapped.
+            OSError: The peer is gone, or cannot be added, or its memory not mapped.
         """
+        self._is_far = not self.control.is_within_host
         self.promise = self.promise or self._agent.descriptors.promise()
         self.whom = self.whom or greeting.agent
         pairs = self._link.pairs(greeting)
@@ -189,6 +190,7 @@ class RpcConn(ReadingConn):
             return False
         self._unsent.append((head, sent, nbytes))
         self._ahead += nbytes
+        self._waiting += nbytes
         self._flush(CALLS)
         if self._unsent:
             self._calls.watch()
@@ -200,7 +202,8 @@ class RpcConn(ReadingConn):
             self.fail("a message was interrupted while it was sent")
         while self._unsent and not self.reason:
             answers = self._arrivals.keeps and is_plain(self._unsent[0][1])
-            if not answers and len(self._calls) >= most:
+            leaves = answers or (self._is_far and self._waiting >= BATCH_BYTES)
+            if not leaves and len(self._calls) >= most:
                 return
             if not self._is_ready(self._unsent[0][1]):
                 return
@@ -217,6 +220,7 @@ class RpcConn(ReadingConn):
                 heads.append(head)
                 bodies.append(body)
                 nbytes += size
+            self._waiting -= nbytes
             if answers and self._answer(heads, bodies):
                 self._ahead -= nbytes
             else:
