@@ -291,6 +291,26 @@ def test_a_wire_is_full_and_its_queue_is_short(
     assert pace.window >= speed * delay
 
 
+@pytest.mark.parametrize("speed", [*SPEEDS.args[1], 1e9])
+@DELAYS
+def test_what_a_long_wire_holds_is_no_queue(speed: float, delay: float) -> None:
+    """A link that takes only so much at a time keeps it full, and takes no more."""
+    backlog = Backlog(lambda *_: [])
+    backlog.most_unanswered, backlog.pace = 16 * MIB, bounded()
+    backlog.pace.left(0, 0, 0.0)
+    backlog.pace.answered(delay)
+    ahead = []
+    for number in range(1, 100):
+        backlog.under_way = 0
+        while not backlog.is_ahead():
+            backlog.under_way += LEAST_BYTES // 4
+        ahead.append(backlog.under_way)
+        backlog.pace.left(number, ahead[-1], 0.0)
+        backlog.pace.answered(max(delay, ahead[-1] / speed))
+    assert max(ahead[-16:]) >= speed * delay
+    assert max(ahead) <= max(backlog.most_unanswered, 1.6 * speed * delay)
+
+
 @SPEEDS
 def test_a_wire_that_others_fill_is_shared(speed: float) -> None:
     """Their queue is no reason to send ever less."""

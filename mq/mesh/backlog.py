@@ -52,8 +52,8 @@ class Backlog:
             before the first connection.
         lead: What bodies that are whole messages begin with.
         whole_bytes: How large a body may be; 0: as the link says.
-        most_unanswered: How many bytes of bodies may be under way without an answer;
-            None: any.
+        most_unanswered: How many bytes of bodies may be under way without an answer,
+            if the wire does not hold more; None: any.
         pace: How many of them the connection takes in a short while.
         under_way: How many bytes of bodies the frames have.
         answer_bytes: What those of them take that answer the peer.
@@ -210,7 +210,7 @@ class Backlog:
         """Whether this part of what may be under way without an answer is."""
         most = self.pace.window
         if self.most_unanswered is not None:
-            most = min(most, self.most_unanswered)
+            most = min(most, max(self.most_unanswered, self.pace.held))
         return self.under_way >= part * most
 
     def _append_lent(

@@ -14,6 +14,8 @@ smaller they are the longer it takes for all."""
 _PROBE_EVERY: Final = 16
 _PROBE_SHARE: Final = 0.125
 _PROBE_BYTES: Final = 128 * 1024
+_FILL: Final = 1.5
+"""Times what a wire holds keep it full although answers come in no even time."""
 _FEWER: Final = 0.7
 _ALIKE: Final = 0.85
 _CLOCK_SECONDS: Final = 0.001
@@ -40,6 +42,7 @@ class Pace:
     Attributes:
         is_bounded: Whether that is to be; from the next connection on.
         window: How many bytes of bodies may be under way.
+        held: How many of them it takes to keep a long wire full.
         timed: Number of the frame that is timed; beyond all numbers: there is none.
     """
 
@@ -50,6 +53,7 @@ class Pace:
         "_probe_in",
         "_probes",
         "_since",
+        "held",
         "is_bounded",
         "timed",
         "window",
@@ -63,7 +67,7 @@ class Pace:
         """A new connection, over another wire perhaps."""
         self.window = FIRST_BYTES if self.is_bounded else _NOTHING
         self.timed = _NOTHING
-        self._ahead = 0
+        self.held = self._ahead = 0
         self._since = 0.0
         self._delay = float("inf")
         self._before = (0, 0.0)  # how much was ahead of the last slow one, and its time
@@ -97,9 +101,11 @@ class Pace:
                 self._probes = False
                 rate = max(before / before_seconds, ahead / seconds)
                 self.window = max(LEAST_BYTES, int(rate * in_time))
+                self.held = int(_FILL * rate * self._delay)
         elif ahead:
             least = self.window if seconds <= in_time else LEAST_BYTES
             self.window = max(least, int(ahead * in_time / seconds))
+            self.held = int(_FILL * ahead * self._delay / seconds)
             if seconds > WAIT_SECONDS:
                 self._before = ahead, seconds
                 self._probe()
