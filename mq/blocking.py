@@ -192,7 +192,9 @@ class BlockingQueue(Receiving):
             depth: Messages that may be on their way or unread at most, shared by all
                 members that may publish: a part is kept for each that has not yet.
                 Each may always have one. It bounds how far publishers run ahead: small
-                where messages must be fresh, large for many small ones.
+                where messages must be fresh, large for many small ones. No more than
+                so many come in a round trip, so on a long path it must be at least the
+                rate times that.
             window_bytes: The same in bytes; each publisher may always have one message
                 of any size.
             zero_copy: Read-only views of the transport's memory, where it has any.
