@@ -217,7 +217,10 @@ class Agent:
         """Whether it can be called and its futures be resolved."""
         if self._agent is None or not runs():
             return False
-        return private._get_current_rpc_agent() is self._agent
+        try:
+            return private._get_current_rpc_agent() is self._agent
+        except RuntimeError:  # another thread has shut it down meanwhile
+            return False
 
     def start(self) -> None:
         """Start, or use the agent that the application has started."""
@@ -367,7 +370,8 @@ class Agent:
         if self.alive and not self.worker:
             # Unresolved futures may be dropped, but not be resolved any more.
             lifelines.clear()
-            rpc.shutdown(graceful=False)
+            with contextlib.suppress(RuntimeError):  # another thread was first
+                rpc.shutdown(graceful=False)
 
     def close(self) -> None:
         """Stop, and let go of it."""
