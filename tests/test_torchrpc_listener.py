@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -18,6 +19,7 @@ import mq
 from mq.stream.sockets import listening
 from mq.testing.link_world import PATIENCE, World
 from transports import _torchrpc_shared as shared
+from transports._torchrpc_calls import rpc
 from transports._torchrpc_listener import Listener
 from transports._torchrpc_net import remote_of
 from transports.torchrpc import TorchRpcLink
@@ -84,6 +86,38 @@ def test_a_process_whose_agent_was_looked_at_is_met_by_a_newcomer() -> None:
                 echoed(world, conn, b"hello")
                 url = conn.describe()["agent"]
             visit(url, b"", "FIN")
+
+
+def test_an_agent_that_the_application_is_ending_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its listener is closed first; to end it twice at once would raise in one."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def finalize() -> None:
+        begun.set()
+        goes_on.wait(PATIENCE)
+
+    with peer_process() as (address, _), World(TorchRpcLink, 1) as world:
+        link = world.members[0].link
+        assert isinstance(link, TorchRpcLink)
+        agent = link.agent
+        visit(agent.url, b"", "FIN")
+        world.until(lambda: not is_open(agent.url), "the end of the listener")
+        monkeypatch.setattr(rpc.api, "_finalize_shutdown", finalize)
+        ending = threading.Thread(target=rpc.shutdown, args=(False,))
+        ending.start()
+        try:
+            assert begun.wait(PATIENCE)
+            link.dial(address).close()
+            assert link.agent is agent
+        finally:
+            goes_on.set()
+            ending.join()
+        monkeypatch.undo()
+        assert not caplog.messages
+        link.dial(address).close()
+        assert link.agent is not agent
 
 
 def _member_main(pipe: Connection) -> None:

@@ -67,13 +67,12 @@ def acquire(options: Options) -> Agent:
                 "fork, and TensorPipe does not survive that; start processes with the "
                 "method 'spawn' or 'forkserver', or fork before the first connect"
             )
-        if _current is not None and _current.alive and _current.listener.is_closed:
+        # In this order: who ends an agent has it listen no more before.
+        if _current is not None and _current.listener.is_closed and _current.alive:
             logger.warning(DEAF, _current.url)
             _current.stop()
         if _current is not None and not _current.alive:
-            _current = (
-                None  # stopped, or shut down by the application; `release` frees it
-            )
+            _current = None  # stopped, or shut down by others; `release` frees it
         ipc = _current is not None and IPC in _current.options.channels
         if IPC in options.channels and _had_ipc and not ipc:
             options = options.without([IPC])

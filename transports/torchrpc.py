@@ -154,7 +154,7 @@ class TorchRpcLink(Link):
         Raises:
             OSError: There is none to be had.
         """
-        if self.agent.alive and not self.agent.listener.is_closed:
+        if not self.agent.listener.is_closed and self.agent.alive:  # in this order
             return
         if self.ended:
             raise OSError(self.ended)
