@@ -284,7 +284,7 @@ def test_who_does_not_belong_is_refused_by_name(
 
 
 def test_a_name_that_is_held_is_refused() -> None:
-    """Equal generations: whoever holds the name, and answers, keeps it."""
+    """Equal generations: whoever holds the name keeps it."""
     world = World("a", "b")
     thief = world.add("x", name="b", generation=1)
     dial = thief.dial(world["a"])

@@ -146,9 +146,9 @@ class MeshMachine(RuleBasedStateMachine):
             self.gaps[member.incarnation, got.sender] += missing
             assert missing == 0 or self.lost[member.incarnation, got.sender] > 0
 
-    def _join(self, name: str, **options: object) -> None:
+    def _join(self, name: str) -> None:
         """Start a member, and note each confirmation in the moment it arrives."""
-        subscriber = self.world.join(name, **options).mesh.subscriber
+        subscriber = self.world.join(name).mesh.subscriber
         confirm = subscriber.subscribed
 
         def subscribed(session: Session, answers: Sequence[Subscribed]) -> None:
@@ -327,11 +327,10 @@ class MeshMachine(RuleBasedStateMachine):
             self.world.kill(name, visible=visible)
             self._gone(name)
 
-    @rule(name=names, forgotten=st.booleans())
-    def join(self, name: str, forgotten: bool) -> None:
-        """Maybe with no higher generation than its last life, whose record is lost."""
+    @rule(name=names)
+    def join(self, name: str) -> None:
         if name not in self.world.members:
-            self._join(name, **({"generation": 1} if forgotten else {}))
+            self._join(name)
 
     @rule(one=names, other=names)
     def dial(self, one: str, other: str) -> None:

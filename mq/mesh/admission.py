@@ -11,15 +11,12 @@ from mq.mesh import wire
 from mq.mesh.config import CODEC_VERSION
 from mq.mesh.faults import LinkFault
 from mq.mesh.handshake import Greeting, Refusal
-from mq.mesh.liveness import ask_engine
 
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
     from mq.mesh.session import Session
     from mq.transport import Conn
 
-PROBE_SECONDS: Final = 2.0
-"""For how long the holder of a name that another claims is silent when it loses it."""
 _SPARE: Final = 3
 """To watch a peer's process, and for what passes between two that share memory."""
 
@@ -82,40 +79,7 @@ def claim(mesh: Mesh, greeting: Greeting) -> Refusal | None:
     if greeting.generation > holder.peer.generation:
         _fence(mesh, holder, by)
         return None
-    return _contest(mesh, holder, greeting, by)
-
-
-def _contest(
-    mesh: Mesh, holder: Session, newcomer: Greeting, by: str
-) -> Refusal | None:
-    """As `claim`, where by its generation the newcomer has no right to the name.
-
-    The rendezvous may have lost its memory, as with a service that ended together with
-    the holder: so that is asked to answer, and has the name as long as it is heard of.
-    """
-    if mesh.leaving:  # nothing may follow its BYE
-        return _taken(holder.peer, newcomer)
-    now = mesh.clock()
-    if holder.contest is not None:
-        since, question = holder.contest
-        mesh.reader.drain(holder)  # after a stall of this member it may have answered
-        if not holder.alive:
-            return None
-        ask_engine(holder, now)
-        # What the dead had sent before may arrive only now: that is no answer.
-        answered = not holder.frames or holder.frames[0].number > question
-        if now - since < PROBE_SECONDS:
-            if not answered:
-                return _asked(holder.peer)
-            holder.contest = None
-            return _taken(holder.peer, newcomer)
-        if holder.last_heard <= since:
-            _fence(mesh, holder, by)
-            return None
-    # It knows them, and answers all the same.
-    holder.control(wire.ACCEPTS, sorted(mesh.config.accepts()))
-    holder.contest = now, holder.number
-    return _asked(holder.peer)
+    return _taken(holder.peer, greeting)
 
 
 def _fence(mesh: Mesh, session: Session, by: str) -> None:
@@ -142,20 +106,9 @@ def crowded(conn: Conn) -> str:
 
 
 def _taken(holder: Greeting, newcomer: Greeting) -> Refusal:
+    process = holder.process
     return Refusal(
         hs.NAME_TAKEN if newcomer.generation >= holder.generation else hs.REPLACED,
-        f"{_held(holder)}; choose another name or end that process",
+        f"name {holder.name!r} is held by pid {process.pid} on {process.host}; choose "
+        "another name or end that process",
     )
-
-
-def _asked(holder: Greeting) -> Refusal:
-    return Refusal(
-        hs.CONTESTED,
-        f"{_held(holder)}, which is asked whether it lives, and loses it after "
-        f"{PROBE_SECONDS:g} s of silence",
-    )
-
-
-def _held(holder: Greeting) -> str:
-    process = holder.process
-    return f"name {holder.name!r} is held by pid {process.pid} on {process.host}"

@@ -93,7 +93,7 @@ class Liveness:
                 heard = now - session.timeout + grace
                 session.last_heard = max(session.last_heard, heard)
             if now - session.last_heard > ASK_PART * session.timeout:
-                ask_engine(session, now)
+                _ask_engine(session, now)
             silent = now - session.last_heard
             if silent >= session.timeout:
                 why = f"silent for {silent:.1f} s; {self._explain(session)}"
@@ -115,7 +115,7 @@ class Liveness:
         return "raise peer_timeout if such stalls are normal here"
 
 
-def ask_engine(session: Session, now: float) -> None:
+def _ask_engine(session: Session, now: float) -> None:
     """Whether a message that is not complete yet has gone on arriving."""
     quiet = None if session.conn is None else session.conn.quiet_seconds()
     if quiet is not None:

@@ -69,7 +69,6 @@ class Session(Backlog):
             sent nothing more; `Setbacks.send` sees to it.
         rests_until: Until then it is not resumed, as that would go wrong again.
         peer_waits: Whether the peer's `publish` has waited for us for long.
-        contest: Since when another claims the name, and the frame that asks about it.
         fate: Why the session was forgotten; None while it lives.
         sending: Whether a message is being handed to the engine right now.
         lent: By subscription and sequence, the memory of messages that the peer was
@@ -111,7 +110,6 @@ class Session(Backlog):
         self.fault: LinkFault | None = None
         self.rests_until = 0.0
         self.peer_waits = False
-        self.contest: tuple[float, int] | None = None
         self.fate: Fate | None = None
         self.sending = False
         self.introduced = self.left = False
