@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from mq import process, rendezvous
 from mq.errors import ConnectRefused, ConnectTimeout, PeerLost, TransportUnavailable
 from mq.mesh import handshake as hs
-from mq.mesh.admission import PROBE_SECONDS
 from mq.mesh.dial import LISTEN, Dial
 from mq.mesh.driver import Driver
 from mq.rendezvous import claimants
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PROBE_SECONDS: Final = 2.0
+"""How long the holder of a name has to answer before the name is given away, and who
+is recorded with a lease that has ended, for each of its addresses, to be waited for."""
 PROBE_OPENINGS: Final = 10
 """For how many times as long as its connection took to open the holder of a name is
 waited for, if that is more than `PROBE_SECONDS`: to greet takes further round trips,

@@ -42,10 +42,9 @@ from tls_files import tls_options
 import mq
 from mq import process
 from mq.addresses import has_listener
-from mq.arrival import LOOK_SECONDS, Arrival
+from mq.arrival import LOOK_SECONDS, PROBE_SECONDS, Arrival
 from mq.errors import TransportUnavailable
 from mq.join import check_descriptors
-from mq.mesh.admission import PROBE_SECONDS
 from mq.mesh.greeting import Greetings
 from mq.rendezvous import Rendezvous, claimants, open_rendezvous
 from mq.rendezvous.directory import DirectoryStore

@@ -79,7 +79,10 @@ def claim(mesh: Mesh, greeting: Greeting) -> Refusal | None:
     if greeting.generation > holder.peer.generation:
         _fence(mesh, holder, by)
         return None
-    return _taken(holder.peer, greeting)
+    # It may be dead where nobody can see that, as in another container.
+    until = "" if holder.timeout is None else f" ({holder.timeout:g} s)"
+    more = f", and wait until {config.name!r} gives it up{until}"
+    return _taken(holder.peer, greeting, more)
 
 
 def _fence(mesh: Mesh, session: Session, by: str) -> None:
@@ -105,10 +108,10 @@ def crowded(conn: Conn) -> str:
     return "" if free >= each + _SPARE else f"too few file descriptors are left: {why}"
 
 
-def _taken(holder: Greeting, newcomer: Greeting) -> Refusal:
+def _taken(holder: Greeting, newcomer: Greeting, more: str = "") -> Refusal:
     process = holder.process
     return Refusal(
         hs.NAME_TAKEN if newcomer.generation >= holder.generation else hs.REPLACED,
         f"name {holder.name!r} is held by pid {process.pid} on {process.host}; choose "
-        "another name or end that process",
+        f"another name or end that process{more}",
     )

@@ -185,10 +185,7 @@ def measure(queue: mq.MQ) -> tuple[int, int, int]:
 
 
 def _trim_heaps() -> None:
-    """Have the C library return what is free.
-
-    Of the heap of each thread that ever freed an array of 20 MB glibc keeps twice that.
-    """
+    """Have glibc return what is free, of which it keeps much for each thread."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
     if trim is not None:
         trim(0)
