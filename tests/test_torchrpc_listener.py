@@ -120,6 +120,22 @@ def test_an_agent_that_the_application_is_ending_is_left_to_it(
         assert link.agent is not agent
 
 
+def test_other_options_do_not_end_the_agent_of_others() -> None:
+    """They are refused though it listens no more, and its queues get another."""
+    with peer_process() as (address, _), World(TorchRpcLink, 1) as world:
+        link = world.members[0].link
+        assert isinstance(link, TorchRpcLink)
+        agent = link.agent
+        visit(agent.url, b"", "FIN")
+        world.until(lambda: not is_open(agent.url), "the end of the listener")
+        options = {"group": f"other-{os.getpid()}", "channels": ("basic",)}
+        with pytest.raises(ValueError, match="give all queues the same options"):
+            mq.connect("torchrpc", name="a", **options)
+        assert agent.alive
+        echoed(world, dial(world, address), b"hello")
+        assert link.agent is not agent
+
+
 def _member_main(pipe: Connection) -> None:
     """A member that sends back the payloads that it gets, until told to leave."""
     with mq.connect("torchrpc", group=pipe.recv(), name=f"m{os.getpid()}") as queue:

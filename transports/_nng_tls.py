@@ -22,7 +22,12 @@ from transports._nng_pair import HANG_UP, PREFIX_BYTES, Channel, explain, unread
 from transports._nng_streams import address_of
 
 _SIZE_BYTES = 8
-_GONE = (lib.NNG_ECLOSED, lib.NNG_ECONNSHUT, lib.NNG_ECONNRESET)
+_GONE = (
+    lib.NNG_ECLOSED,
+    lib.NNG_ECONNSHUT,
+    lib.NNG_ECONNRESET,
+    lib.NNG_ECONNREFUSED,
+)
 _SIGNED = (
     "; the certificates must be in date, and each be signed by one that the other "
     "end's authorities= holds"

@@ -68,16 +68,17 @@ def acquire(options: Options) -> Agent:
                 "method 'spawn' or 'forkserver', or fork before the first connect"
             )
         # In this order: who ends an agent has it listen no more before.
-        if _current is not None and _current.listener.is_closed and _current.alive:
+        is_deaf = _current is not None and _current.listener.is_closed
+        if _current is not None and not _current.alive:
+            _current = None  # the application has shut it down; `release` frees it
+        options = _allowed(options)
+        if _current is not None and not _current.worker:
+            _check_alike(_current.options, options)
+        if _current is not None and is_deaf:
             logger.warning(DEAF, _current.url)
             _current.stop()
-        if _current is not None and not _current.alive:
-            _current = None  # stopped, or shut down by others; `release` frees it
-        ipc = _current is not None and IPC in _current.options.channels
-        if IPC in options.channels and _had_ipc and not ipc:
-            options = options.without([IPC])
-            if _current is None:
-                logger.warning("%s is left out: %s", IPC, NO_IPC)
+            _current = None
+            options = _allowed(options)
         if _current is None:
             if not _used_by:
                 os.register_at_fork(after_in_child=_forked)
@@ -85,14 +86,27 @@ def acquire(options: Options) -> Agent:
             _used_by = os.getpid()
             _current = _start(options)
             _had_ipc |= not _current.worker and IPC in options.channels
-        elif not _current.worker and _current.options != options:
-            raise ValueError(
-                f"another torchrpc queue of this process runs with {_current.options}, "
-                f"this one asks for {options}; a process has one TensorPipe agent, so "
-                "give all queues the same options"
-            )
         _current.users += 1
         return _current
+
+
+def _allowed(options: Options) -> Options:
+    """Without the channel `cuda_ipc`, if another agent has had it."""
+    has_it = _current is not None and IPC in _current.options.channels
+    if IPC not in options.channels or has_it or not _had_ipc:
+        return options
+    if _current is None:
+        logger.warning("%s is left out: %s", IPC, NO_IPC)
+    return options.without([IPC])
+
+
+def _check_alike(theirs: Options, options: Options) -> None:
+    if theirs != options:
+        raise ValueError(
+            f"another torchrpc queue of this process runs with {theirs}, this one asks "
+            f"for {options}; a process has one TensorPipe agent, so give all queues "
+            "the same options"
+        )
 
 
 def threads_needed(options: Options) -> int:
