@@ -19,6 +19,7 @@ import mq
 from mq.stream.sockets import listening
 from mq.testing.link_world import PATIENCE, World
 from transports import _torchrpc_shared as shared
+from transports._torchrpc_agent import Agent
 from transports._torchrpc_calls import rpc
 from transports._torchrpc_listener import Listener
 from transports._torchrpc_net import remote_of
@@ -43,6 +44,16 @@ def visit(url: str, sent: bytes, how: str) -> None:
 def is_open(url: str) -> bool:
     remote = remote_of(url)
     return remote is not None and listening(remote) >= 0
+
+
+def deafened(world: World) -> tuple[TorchRpcLink, Agent]:
+    """Have a world's agent listen no more."""
+    link = world.members[0].link
+    assert isinstance(link, TorchRpcLink)
+    agent = link.agent
+    visit(agent.url, b"", "FIN")
+    world.until(lambda: not is_open(agent.url), "the end of the listener")
+    return link, agent
 
 
 @pytest.mark.parametrize("sent", [b"", b"\0\0"], ids=["nothing", "a part"])
@@ -99,11 +110,7 @@ def test_an_agent_that_the_application_is_ending_is_left_to_it(
         goes_on.wait(PATIENCE)
 
     with peer_process() as (address, _), World(TorchRpcLink, 1) as world:
-        link = world.members[0].link
-        assert isinstance(link, TorchRpcLink)
-        agent = link.agent
-        visit(agent.url, b"", "FIN")
-        world.until(lambda: not is_open(agent.url), "the end of the listener")
+        link, agent = deafened(world)
         monkeypatch.setattr(rpc.api, "_finalize_shutdown", finalize)
         ending = threading.Thread(target=rpc.shutdown, args=(False,))
         ending.start()
@@ -123,11 +130,7 @@ def test_an_agent_that_the_application_is_ending_is_left_to_it(
 def test_other_options_do_not_end_the_agent_of_others() -> None:
     """They are refused though it listens no more, and its queues get another."""
     with peer_process() as (address, _), World(TorchRpcLink, 1) as world:
-        link = world.members[0].link
-        assert isinstance(link, TorchRpcLink)
-        agent = link.agent
-        visit(agent.url, b"", "FIN")
-        world.until(lambda: not is_open(agent.url), "the end of the listener")
+        link, agent = deafened(world)
         options = {"group": f"other-{os.getpid()}", "channels": ("basic",)}
         with pytest.raises(ValueError, match="give all queues the same options"):
             mq.connect("torchrpc", name="a", **options)
