@@ -136,8 +136,7 @@ class Conn(ABC):
         descriptors_taken: How many a connection has open.
         most_unanswered: How many bytes of bodies the mesh hands over while the peer has
             not answered them, one body apart; None: the link bounds by itself what is
-            ahead of the wire. It is less on a slow wire, and more on a long one
-            that holds more; see `mq.mesh.pace`.
+            ahead of the wire. Less on a slow wire, more on a long one: `mq.mesh.pace`.
     """
 
     address: str

@@ -292,7 +292,7 @@ class Inbox:
             if True not in lacks:
                 continue
             first = lacks.index(True)
-            source.cut(runs[:first], runs[first].first - 1)
+            source.cut(runs[first].first - 1, *uncounted(runs[:first]))
             for run in runs[first:]:
                 if run.copying is not None:
                     run.copying.wanted = False
@@ -351,6 +351,13 @@ class Inbox:
         self.fifo = kept  # in one step: an interrupt loses nothing
         self._ended.clear()
         self._emptied = 0
+
+
+def uncounted(runs: Sequence[Run]) -> tuple[int, int]:
+    """Messages and bytes of runs that were not counted yet."""
+    messages = sum(len(run.areas) - run.counted for run in runs)
+    nbytes = sum(len(area) for run in runs for area in run.areas[run.counted :])
+    return messages, nbytes
 
 
 def _empty(item: Run | Source) -> None:

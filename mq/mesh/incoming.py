@@ -184,18 +184,16 @@ class Source:
         _, messages, nbytes = self.arrivals[0]
         return messages - self.consumed_messages, nbytes - self.consumed_bytes
 
-    def count_again(self, unread: Sequence[Run]) -> None:
+    def count_again(self, left: int, left_bytes: int) -> None:
         """Derive what was taken from what is still in the inbox."""
         if not self.arrivals or self.subscription.keep is not None:
             return
-        left, left_bytes = _size(unread)
         _, messages, nbytes = self.arrivals[0]
         self.consumed_messages = messages - left
         self.consumed_bytes = nbytes - left_bytes
 
-    def cut(self, unread: Sequence[Run], newest: int) -> None:
-        """Nothing arrived after `newest`: of what did, these wait in the inbox."""
-        left, left_bytes = _size(unread)
+    def cut(self, newest: int, left: int, left_bytes: int) -> None:
+        """Nothing arrived after `newest`: of what did, so much waits in the inbox."""
         messages = self.consumed_messages + left
         nbytes = self.consumed_bytes + left_bytes
         self.arrivals.append(Arrivals(newest, messages, nbytes))
@@ -383,13 +381,6 @@ class Source:
     def end(self) -> None:
         """Nothing more arrives: let go of what has begun to."""
         self._stream = None
-
-
-def _size(unread: Sequence[Run]) -> tuple[int, int]:
-    """Messages and bytes of runs that were not counted yet."""
-    messages = sum(len(run.areas) - run.counted for run in unread)
-    nbytes = sum(len(area) for run in unread for area in run.areas[run.counted :])
-    return messages, nbytes
 
 
 class Arrivals(NamedTuple):

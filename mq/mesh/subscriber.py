@@ -12,7 +12,7 @@ from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.copying import Borrow, Copies
 from mq.mesh.ended import NOTHING_CAME, Ended
-from mq.mesh.inbox import Inbox
+from mq.mesh.inbox import Inbox, uncounted
 from mq.mesh.incoming import Arrivals, Run, Source
 from mq.mesh.large import Take
 from mq.mesh.subscription import Subscription
@@ -155,7 +155,7 @@ class Subscriber:
                 if source is None or not source.told:
                     self._tell(subscription, session)
                 elif subscription.keep is None:
-                    source.count_again(unread.get(source, ()))
+                    source.count_again(*uncounted(unread.get(source, ())))
                     # What was granted or asked may not have been sent.
                     if source.asked is None:
                         session.control(wire.CREDIT, [source.credit()])
