@@ -17,6 +17,8 @@ import mq
 from mq import paths
 from mq.errors import ConnectTimeout, PeerLost
 from mq.rendezvous import open_rendezvous
+from mq.rendezvous.bounded import BoundedStore
+from mq.rendezvous.directory import DirectoryStore
 
 SECONDS = 30.0
 """That it stands still for, where the test does not end that before."""
@@ -76,6 +78,38 @@ def test_a_claim_that_nobody_waits_for_is_undone(tmp_path: Path) -> None:
                 mine.claim(record("x"))
             mine.close()
         eventually(lambda: before.issuperset(threading.enumerate()))
+        assert names(other) == []
+
+
+def test_a_claim_is_undone_only_once_it_has_ended(tmp_path: Path) -> None:
+    """Else what undoes it finds nothing, and the claim comes true after that."""
+    thawed, claimed, removing = (threading.Event() for _ in range(3))
+
+    class Standing(DirectoryStore):
+        def swap(self, name: str, token: Any, new: Any) -> bool:
+            thawed.wait(SECONDS)
+            won = super().swap(name, token, new)
+            claimed.set()
+            return won
+
+        def remove(self, name: str, incarnation: str) -> None:
+            removing.set()
+            super().remove(name, incarnation)
+
+    def opened() -> Standing:
+        return Standing(str(tmp_path), "g", shared=True, timeout=0.2)
+
+    with contextlib.closing(meet(tmp_path.as_uri())) as other:
+        before = set(threading.enumerate())
+        store = BoundedStore(opened, "a directory", timeout=0.2)
+        with pytest.raises(PeerLost, match="does not answer"):
+            store.claim(record("x"))
+        store.close()
+        assert not removing.is_set()
+        thawed.set()
+        eventually(lambda: before.issuperset(threading.enumerate()))
+        assert claimed.is_set()
+        assert removing.is_set()
         assert names(other) == []
 
 

@@ -87,6 +87,11 @@ class Calls:
                 raise ConnectTimeout("earlier requests are still waiting")
         return bounded(call, deadline, what, self.stopped, self._turns.release)
 
+    def outlast(self) -> None:
+        """Wait for each call to end, left behind or not; none begins any more."""
+        for _ in range(CALLS):
+            self._turns.acquire()
+
 
 class BoundedStore(Store):
     """A store whose calls may stand still, as those of a file system on a network do.
@@ -168,8 +173,9 @@ class BoundedStore(Store):
                 )
 
     def _close(self, store: Store) -> None:
+        self._calls.outlast()  # a claim that still goes on is not there to be undone
         try:
-            for incarnation, name in self._unanswered.items():
+            for incarnation, name in list(self._unanswered.items()):
                 store.remove(name, incarnation)
         finally:
             store.close()
