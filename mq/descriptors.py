@@ -5,6 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from typing import Final
+
+from mq.errors import TransportUnavailable
+
+SPARE_DESCRIPTORS: Final = 32
+"""File descriptors that must be free to connect."""
 
 
 def free_descriptors() -> tuple[float, str]:
@@ -17,6 +23,16 @@ def free_descriptors() -> tuple[float, str]:
     except OSError as error:  # where it cannot be known, but for one reason
         used = limit if error.errno == errno.EMFILE else 0
     return limit - used, f"{used} file descriptors are open, RLIMIT_NOFILE is {limit}"
+
+
+def check_descriptors() -> None:
+    """Raises: TransportUnavailable, if this process may open too few descriptors."""
+    free, why = free_descriptors()
+    if free < SPARE_DESCRIPTORS:
+        raise TransportUnavailable(
+            f"{why}, but a queue needs {SPARE_DESCRIPTORS} and a few more for each "
+            "member; raise it with `ulimit -n`"
+        )
 
 
 def most_open(most: int, each: int = 1) -> int:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 from mq import addresses, forks, process, registry, rendezvous
 from mq.arrival import Arrival, lease_seconds, record_of, within_reach
 from mq.attaching import dial_explicit
-from mq.descriptors import free_descriptors
-from mq.errors import TransportUnavailable
+from mq.descriptors import check_descriptors
+from mq.errors import Closed, ConnectRefused, MQError, TransportUnavailable
 from mq.log import Log
 from mq.mesh.config import Config
 from mq.mesh.dial import Dial
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = Log(__name__)
 
-SPARE_DESCRIPTORS: Final = 32
-"""File descriptors that must be free to connect."""
 IDLE_MEMORY_SECONDS: Final = 30.0
 """How long message memory that nobody uses is kept for the next message."""
 
@@ -217,15 +215,27 @@ def join(
         dial_explicit(settings, driver, deadline)
         driver.run(link.connected)
         more = "".join(f", {k} {v}" for k, v in driver.look(link.describe).items())
-    except BaseException:
+    except BaseException as error:
         if driver is not None:
             driver.lead.end_calls()
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 driver.leave("could not join", 0.0)
         _free(link, poller, meeting, driver)
+        if isinstance(error, Closed) and driver is not None and driver.mesh.replaced:
+            raise _not_joined(where, link, driver.mesh.replaced) from error
         raise
     logger.info("%s listens on %s%s", where, ", ".join(addresses), more)
     return joined
+
+
+def _not_joined(where: str, link: Link, why: str) -> MQError:
+    """The error where a member had to stop before it had joined."""
+    if link.ended:
+        return TransportUnavailable(f"{where} could not join: {why}")
+    return ConnectRefused(
+        f"{where} could not join: {why} meanwhile; choose another name, or end the "
+        "other"
+    )
 
 
 def _link(settings: Settings, options: dict[str, object]) -> Link:
@@ -297,16 +307,6 @@ def _of_scheme(settings: Settings, scheme: str) -> Settings:
         listen=tuple(addresses.of_scheme(a, scheme) for a in settings.listen),
         attach_to=tuple(addresses.of_scheme(a, scheme) for a in settings.attach_to),
     )
-
-
-def check_descriptors() -> None:
-    """Raises: TransportUnavailable, if this process may open too few descriptors."""
-    free, why = free_descriptors()
-    if free < SPARE_DESCRIPTORS:
-        raise TransportUnavailable(
-            f"{why}, but a queue needs {SPARE_DESCRIPTORS} and a few more for each "
-            "member; raise it with `ulimit -n`"
-        )
 
 
 def check_patches() -> None:

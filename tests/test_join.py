@@ -43,8 +43,8 @@ import mq
 from mq import process
 from mq.addresses import has_listener
 from mq.arrival import LOOK_SECONDS, PROBE_SECONDS, Arrival
+from mq.descriptors import check_descriptors
 from mq.errors import TransportUnavailable
-from mq.join import check_descriptors
 from mq.mesh.greeting import Greetings
 from mq.rendezvous import Rendezvous, claimants, open_rendezvous
 from mq.rendezvous.directory import DirectoryStore
@@ -654,6 +654,37 @@ def test_who_could_not_be_greeted_in_time_is_named() -> None:
         told = r"could not greet .* 'b'.*raise connect_timeout, as a slow network needs"
         with pytest.raises(mq.ConnectTimeout, match=told):
             mq.connect("tcp", name="c", connect_timeout=1.5, **where)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "found", "error", "told"),
+    [
+        (
+            Rendezvous,
+            "renew",
+            lambda *_: False,
+            mq.ConnectRefused,
+            "could not join: replaced by another 'c'.*choose another name",
+        ),
+        (Link, "ended", "it broke", TransportUnavailable, "could not join: it broke$"),
+    ],
+)
+def test_who_must_stop_before_it_has_joined_was_not_closed(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    found: object,
+    error: type[mq.MQError],
+    told: str,
+) -> None:
+    """Its caller never had a queue: `connect` says that, and why."""
+    where: dict[str, Any] = {"group": f"robbed-{os.getpid()}", "peer_timeout": 1.0}
+    with process_of(_connected, where) as (child, pipe):
+        assert pipe.recv() == "connected"
+        freeze(child.pid)
+        monkeypatch.setattr(owner, name, found)
+        with pytest.raises(error, match=told):
+            mq.connect("tcp", name="c", connect_timeout=DEADLINE, **where)
 
 
 @pytest.mark.parametrize("backend", ["inproc", "shm", "tcp", "zmq"])
