@@ -437,6 +437,7 @@ def test_a_member_knows_the_records_of_its_peers() -> None:
         mq.connect("tcp", group=group, name="a", labels=["x"]) as one,
         mq.connect("tcp", group=group, name="b", peer_timeout=3.0, labels=["y"]),
     ):
+        one.wait_for_members(2, timeout=DEADLINE)
         meeting = one._joined.meeting
         assert meeting is not None
         theirs = [e.record for e in meeting.records() if e.record.name == "b"]
@@ -467,6 +468,24 @@ def test_whose_socket_file_is_here_is_met_whatever_its_boot_is_called(
         assert pipe.recv() == "connected"
         with mq.connect(name="a", **options) as queue:
             assert [member.name for member in queue.members()] == ["a", "b"]
+
+
+def test_who_was_killed_on_another_host_comes_again_under_its_name() -> None:
+    """Also where nothing but silence tells the others that it is dead."""
+    options: dict[str, Any] = {
+        "group": "g",
+        "secret": b"known to all",
+        "peer_timeout": 2,
+    }
+    with mq.connect("tcp", name="a", listen="tcp://127.0.0.1:0", **options) as queue:
+        options["attach_to"] = queue.describe()["addresses"]
+        with process_of(_of_another_boot, options) as (child, pipe):
+            assert pipe.recv() == "connected"
+            child.kill()
+            child.join(DEADLINE)
+            with process_of(_of_another_boot, options) as (successor, pipe):
+                assert pipe.recv() == "connected"
+                assert [m.pid for m in queue.members()] == [os.getpid(), successor.pid]
 
 
 def test_a_file_of_that_name_on_another_host_takes_no_name_away() -> None:

@@ -294,6 +294,45 @@ def test_a_name_that_is_held_is_refused() -> None:
     assert world["a"].peers() == ["b"]
 
 
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_name_whose_holder_is_silent_is_waited_for(is_cut: bool) -> None:
+    """It may be dead where nobody can see that: its next life need not be refused."""
+    world = World("a", "b")
+    session = world["a"].session(world["b"])
+    assert session.timeout is not None
+    if is_cut:
+        world.kill("b", visible=False)
+    else:
+        world.stall("b")
+        world.advance(0.75 * session.timeout)
+    dial = world.add("x", name="b", generation=1).dial(world["a"])
+    world.advance(0.1)
+    assert not dial.done
+    assert "wait until 'a' gives it up" in dial.error
+    assert session.alive
+    world.advance(session.timeout + 1.0)
+    assert not session.alive
+    assert world["x"].peers() == ["a"]
+    assert world["a"].session(world["x"]).alive
+    assert not world["a"].mesh.stats.refused
+
+
+def test_a_silent_holder_that_comes_back_keeps_its_name() -> None:
+    """Whoever waited for it is refused, and nobody else is disturbed."""
+    world = World("a", "b")
+    session = world["a"].session(world["b"])
+    world.stall("b")
+    world.cut("a", "b")
+    dial = world.add("x", name="b", generation=1).dial(world["a"])
+    world.advance(0.5)
+    assert not dial.done
+    world.unstall("b")
+    world.advance(2.0)
+    assert dial.refusal == hs.NAME_TAKEN
+    assert world["a"].session(world["b"]) is session
+    assert not world["b"].mesh.replaced
+
+
 def test_who_has_no_descriptors_to_spare_says_so_to_who_would_join(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,6 +11,7 @@ from mq.mesh import wire
 from mq.mesh.config import CODEC_VERSION
 from mq.mesh.faults import LinkFault
 from mq.mesh.handshake import Greeting, Refusal
+from mq.mesh.liveness import is_silent
 
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
@@ -82,7 +83,10 @@ def claim(mesh: Mesh, greeting: Greeting) -> Refusal | None:
     # It may be dead where nobody can see that, as in another container.
     until = "" if holder.timeout is None else f" ({holder.timeout:g} s)"
     more = f", and wait until {config.name!r} gives it up{until}"
-    return _taken(holder.peer, greeting, more)
+    refusal = _taken(holder.peer, greeting, more)
+    if refusal.code == hs.NAME_TAKEN and is_silent(holder, mesh.clock()):
+        return Refusal(hs.NAME_WAITS, refusal.text)
+    return refusal
 
 
 def _fence(mesh: Mesh, session: Session, by: str) -> None:

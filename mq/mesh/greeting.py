@@ -265,7 +265,7 @@ class Greetings:
         return any(greeter.granted for greeter in self._greeters.values())
 
     def _refuse(self, conn: Conn, greeter: Greeter, code: str, text: str) -> None:
-        if code not in (hs.DUPLICATE, hs.SECRET, hs.SELF, hs.LEAVING, hs.OTHER):
+        if code not in hs.UNCOUNTED:
             self._mesh.stats.refused += 1
         frame = greeter.handshake.seal(wire.REFUSED, Refusal(code, text))
         self._faults.asked(conn.try_send, frame)

@@ -72,6 +72,7 @@ SECRET = "secret"
 GROUP = "group"
 BACKEND = "backend"
 NAME_TAKEN = "name taken"
+NAME_WAITS = "name waits"
 DUPLICATE = "duplicate"
 OTHER = "other"
 SELF = "self"
@@ -81,6 +82,8 @@ FULL = "full"
 RESET = "reset"
 LINK = "link"
 """Never sent: the links of both ends do not fit."""
+UNCOUNTED: Final = frozenset({DUPLICATE, SECRET, SELF, LEAVING, OTHER, NAME_WAITS})
+"""Refusals of no stranger, or that are counted apart, or may not be the last word."""
 
 _greeting = msgspec.msgpack.Decoder(Greeting)
 _refusal = msgspec.msgpack.Decoder(Refusal)

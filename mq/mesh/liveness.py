@@ -115,6 +115,15 @@ class Liveness:
         return "raise peer_timeout if such stalls are normal here"
 
 
+def is_silent(session: Session, now: float) -> bool:
+    """Whether a peer will be given up unless it is heard of again."""
+    if session.timeout is None:
+        return False
+    return session.conn is None or now - session.last_heard > (
+        ASK_PART * session.timeout
+    )
+
+
 def _ask_engine(session: Session, now: float) -> None:
     """Whether a message that is not complete yet has gone on arriving."""
     quiet = None if session.conn is None else session.conn.quiet_seconds()
