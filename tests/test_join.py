@@ -485,6 +485,7 @@ def test_who_was_killed_on_another_host_comes_again_under_its_name() -> None:
             child.join(DEADLINE)
             with process_of(_of_another_boot, options) as (successor, pipe):
                 assert pipe.recv() == "connected"
+                queue.wait_for_members(2, timeout=DEADLINE)
                 assert [m.pid for m in queue.members()] == [os.getpid(), successor.pid]
 
 
