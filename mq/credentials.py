@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import errno
 import os
 import ssl
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NoReturn
 
+from mq.log import Log
 from mq.openssl import undivided
+
+logger = Log(__name__)
+
+LAST_PART: Final = 0.1
+"""Of the time that a certificate is valid: whoever connects then is told of its end."""
 
 _OUT_OF_DATE: Final = (9, 10)  # not yet valid, expired: codes of OpenSSL
 _MOST_CHARACTERS: Final = 255  # of a name, in TLS
@@ -70,7 +79,8 @@ def asked_name(server_name: object) -> str:
     if not isinstance(server_name, str):
         raise TypeError(f"server_name is {wanted}, or None, not {server_name!r}")
     try:
-        name = server_name.encode("idna").decode()
+        # The dot that ends a name in the DNS is in no certificate.
+        name = server_name.removesuffix(".").encode("idna").decode()
     except UnicodeError as error:
         raise ValueError(
             f"server_name is {wanted}, not {server_name!r}: {error}"
@@ -105,9 +115,12 @@ def contexts(
 
 
 def check_dates(transport: str, paths: Mapping[str, str]) -> None:
-    """Raises: OSError, if no peer could accept this member's own certificate now.
+    """See that peers can accept this member's own certificate, and for how long.
 
     Its name and its signer are for the files of peers to judge.
+
+    Raises:
+        OSError: None could accept it now.
     """
     server, client = contexts(transport, paths)
     client.check_hostname = False  # OpenSSL looks at names before it looks at dates
@@ -131,6 +144,25 @@ def check_dates(transport: str, paths: Mapping[str, str]) -> None:
                 raise OSError(f"{transport}: certificate {path!r}: {text}")
             if code:
                 return
+    with contextlib.suppress(ValueError):  # before TLS 1.3 that takes another step
+        _tell_of_end(transport, paths["certificate"], ends[0].getpeercert() or {})
+
+
+def _tell_of_end(transport: str, path: str, certificate: Mapping[str, object]) -> None:
+    begin, end = (
+        ssl.cert_time_to_seconds(str(certificate[which]))
+        for which in ("notBefore", "notAfter")
+    )
+    left = end - time.time()
+    if left < LAST_PART * (end - begin):
+        logger.warning(
+            "%s: certificate %r expires in %s, at %s: from then on nobody joins this "
+            "member, nor resumes a session; renew it, and connect again before that",
+            transport,
+            path,
+            datetime.timedelta(seconds=round(left)),
+            certificate["notAfter"],
+        )
 
 
 def explain(error: ssl.SSLError) -> str:

@@ -371,6 +371,33 @@ def test_options_that_make_no_sense_are_refused() -> None:
 
 
 @pytest.mark.parametrize("backend", ENGINES)
+def test_the_end_of_a_certificate_is_told_in_time(
+    backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A member reads the files when it connects, and not again."""
+    options = tls_options()
+    mq.connect(backend, group="tls", **options).close()
+    assert not caplog.messages
+    monkeypatch.setattr("mq.credentials.LAST_PART", 1.0)
+    mq.connect(backend, group="tls", **options).close()
+    (line,) = caplog.messages
+    assert re.search(
+        r"member.pem' expires in \d+ days, .*, at Oct 28 .* 2126 GMT", line
+    )
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_a_server_name_may_end_in_the_dot_of_the_dns(backend: str) -> None:
+    """No certificate has it."""
+    options = {**tls_options(), "server_name": "localhost."}
+    with (
+        mq.connect(backend, group="dot", name="a", **options),
+        mq.connect(backend, group="dot", name="b", **options) as b,
+    ):
+        assert [member.name for member in b.members()] == ["a", "b"]
+
+
+@pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize(
     ("server_name", "error"),
     [
