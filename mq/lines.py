@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -42,14 +42,20 @@ class _Line:
 
     def __init__(self, moves: Callable[[], bool]) -> None:
         self.moves = moves
-        self.places: dict[Place, None] = {}
+        # Of a dict the first is sought among all that have been taken from its front.
+        self.places: OrderedDict[Place, None] = OrderedDict()
 
     def call(self) -> None:
-        """Wake the first that sleeps, if it could go on."""
+        """Wake the first, if it could go on and sleeps.
+
+        None before it has looked: who comes later would be served before it.
+        """
         if self.moves():
-            for place in self.places:
+            while self.places:
+                place = next(iter(self.places))
                 if place.call():
                     return
+                self.places.pop(place, None)
 
     def call_all(self) -> None:
         """Wake all that sleep."""
@@ -119,13 +125,13 @@ class Lines:
 
     def _step_out(self, place: Place) -> None:
         line = self._lines.get(place.what)
-        if line is None:
-            return
-        line.places.pop(place, None)
-        if line.places:
-            line.call()
-        else:
-            del self._lines[place.what]
+        if line is not None:
+            line.places.pop(place, None)
+            if line.places:
+                line.call()
+            else:
+                del self._lines[place.what]
+        place.what = None  # last: an interrupt before has the next called once more
 
     def _tell(self, again: bool = False) -> bool:
         """Something has changed; whether there is anybody to be told again."""
@@ -216,12 +222,12 @@ class Place:
             self._lines.leave(self)
 
     def call(self) -> bool:
-        """Wake the task; False if it is awake, or about to be."""
-        if self.woken is None or self.woken.done():
-            return False
-        self.woken.set_result(None)
-        self._lines.loop.call_soon(self._lines.make_sure, self, self.woken)
-        return True
+        """Wake the task, if it sleeps; False: it was cancelled, and takes nothing."""
+        woken = self.woken
+        if woken is not None and not woken.done():
+            woken.set_result(None)
+            self._lines.loop.call_soon(self._lines.make_sure, self, woken)
+        return woken is None or not woken.cancelled()
 
     async def wait(
         self, what: object, moves: Callable[[], bool], deadline: float | None
@@ -243,7 +249,7 @@ class Place:
         self._lines.stand(self, what, moves)
         # Not `asyncio.wait_for`, which up to Python 3.11 returns in spite of `cancel`
         # where it was called just before.
-        timer = None if left is None else loop.call_later(left, _end, woken)
+        timer = None if left is None else loop.call_later(left, self.call)
         before = _turn.until
         try:
             await woken
@@ -254,11 +260,6 @@ class Place:
         if _turn.until == before:  # of several in one turn of the loop the first counts
             _turn.until = time.monotonic() + LOOP_SECONDS
         return True
-
-
-def _end(woken: asyncio.Future[None]) -> None:
-    if not woken.done():
-        woken.set_result(None)
 
 
 class _Turn(threading.local):

@@ -286,6 +286,80 @@ def test_who_takes_one_of_many_messages_calls_the_next(pair: Pair) -> None:
     asyncio.run(body())
 
 
+def test_a_burst_calls_as_many_of_a_long_line_as_it_has_messages(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that leaves calls one: two would be four, and all of them looked through."""
+    a, b = pair
+    calls = counted(monkeypatch, lines.Place, "call")
+
+    async def body() -> None:
+        tasks = begin(b.arecv() for _ in range(10 * MANY))
+        await until(lambda: sleepers(b) == 10 * MANY)
+        b._lead.stop()
+        for number in range(5 * MANY):
+            a.publish("t", number)
+        a._driver.run(lambda: None)  # sends it
+        with b._lead.lock:
+            b._lead.poll()
+        await until(lambda: sum(map(asyncio.Task.done, tasks)) >= 5 * MANY)
+        got = [task.result().payload for task in tasks[: 5 * MANY]]
+        assert got == list(range(5 * MANY))
+        await end(tasks)
+
+    asyncio.run(body())
+    assert calls["call"] <= 6 * MANY
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_is_called_is_not_overtaken_before_it_has_looked(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """Neither is who was called by its deadline, and may find something yet."""
+    _, b = pair
+
+    async def body() -> None:
+        timeout = 0.2 if is_late else None
+        tasks = begin(b.arecv(timeout if n == 0 else None) for n in range(3))
+        await until(lambda: sleepers(b) == 3)
+        (known,) = b._lines.values()
+        (line,) = known._lines.values()
+        first, second, _ = line.places
+        monkeypatch.setattr(line, "moves", lambda: True)
+        if is_late:
+            await until(lambda: first.woken.done())
+        else:
+            line.call()
+        line.call()
+        assert second.woken is not None
+        assert not second.woken.done()
+        await end(tasks)
+
+    asyncio.run(body())
+
+
+def test_who_is_cancelled_is_passed_over(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its task may never come to leave, where a handler raises in the loop."""
+    _, b = pair
+
+    async def body() -> None:
+        tasks = begin(b.arecv() for _ in range(3))
+        await until(lambda: sleepers(b) == 3)
+        (known,) = b._lines.values()
+        (line,) = known._lines.values()
+        _, second, third = line.places
+        monkeypatch.setattr(line, "moves", lambda: True)
+        tasks[0].cancel()
+        line.call()
+        assert second.woken.done()
+        assert list(line.places) == [second, third]
+        await end(tasks)
+
+    asyncio.run(body())
+
+
 def test_credit_wakes_one_of_who_publish_on_its_topic(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
