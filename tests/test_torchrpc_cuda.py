@@ -18,6 +18,7 @@ from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_calls as calls
 from transports import _torchrpc_devices as devices
 from transports import _torchrpc_shared as shared
+from transports._torchrpc_options import Options
 from transports._torchrpc_sharing import Sharing
 from transports.torchrpc import TorchRpcLink
 from transports.torchrpc_cuda import TorchRpcCudaLink
@@ -364,7 +365,7 @@ def test_peers_beyond_the_names_are_staged_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A name is free again once its peer is gone."""
-    options = rpc_agent.Options(maps=((((0, 0),), 2),))
+    options = Options(maps=((((0, 0),), 2),))
     agent = shared.acquire(options)
     try:
         pairs = ((0, 0),)
@@ -390,7 +391,7 @@ def test_peers_beyond_the_names_are_staged_and_logged(
 def test_a_peer_that_breaks_and_comes_again_takes_one_name_only() -> None:
     """Else a bad wire to one peer would use up the names of all."""
     pairs = ((0, 0),)
-    agent = shared.acquire(rpc_agent.Options(maps=((pairs, 4),)))
+    agent = shared.acquire(Options(maps=((pairs, 4),)))
     try:
         for _ in range(5):
             agent.peer("again and again", agent.url, "", pairs).fail("it broke")

@@ -10,8 +10,8 @@ import torch
 from mq.errors import TransportUnavailable
 from transports import _torchrpc_descriptors as descriptors
 from transports import _torchrpc_shared as shared
-from transports._torchrpc_agent import Options
 from transports._torchrpc_descriptors import SPARE, Descriptors, Promise
+from transports._torchrpc_options import Options
 
 
 @pytest.fixture

@@ -6,17 +6,21 @@ import contextlib
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from fresh_python import output_of
 from torchrpc_links import context, dial, echoed, peer_process
 
 import mq
+from mq.errors import TransportUnavailable
 from mq.testing.link_world import PATIENCE, World
 from mq.testing.proxy import Proxy
+from mq.testing.waiting import wait_until
 from mq.transport import Conn, What
 from transports import _torchrpc_agent as rpc_agent
 from transports import _torchrpc_reading
@@ -213,6 +217,105 @@ def test_queues_outlive_a_shutdown_of_their_agent_by_the_application() -> None:
             assert sorted(map(len, sizes)) == [3, 3, 500_000]
     assert shared._current is None
     assert not private._is_current_rpc_agent_set()
+
+
+@contextlib.contextmanager
+def _ending(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception]]:
+    """The application is in the middle of `rpc.shutdown`, which ends with the block."""
+    begun, goes_on = threading.Event(), threading.Event()
+    errors: list[Exception] = []
+
+    def destroy(ignore_leak: bool) -> None:
+        begun.set()
+        goes_on.wait(PATIENCE)
+
+    def shut_down() -> None:
+        try:
+            rpc.shutdown(graceful=False)
+        except RuntimeError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(rpc.api, "_destroy_rref_context", destroy)
+    thread = threading.Thread(target=shut_down)
+    thread.start()
+    try:
+        assert begun.wait(PATIENCE)
+        yield errors
+    finally:
+        goes_on.set()
+        thread.join(PATIENCE)
+
+
+def test_the_application_and_the_last_queue_never_end_an_agent_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That would hang, or end the process: who comes second finds none, or waits."""
+    queue = mq.connect("torchrpc", group="both", connect_timeout=PATIENCE)
+    closing = threading.Thread(target=queue.close)
+    with _ending(monkeypatch) as errors:
+        closing.start()
+        wait_until(lambda: not private._is_current_rpc_agent_set(), "the queue's part")
+        assert closing.is_alive()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert len(errors) == 1
+    mq.connect("torchrpc", group="both", connect_timeout=PATIENCE).close()
+
+
+NEVER = """
+import os, threading
+import mq
+from torch.distributed import rpc
+from transports import _torchrpc_agent as rpc_agent
+
+rpc_agent.ENDING_SECONDS = 0.1
+begun, never = threading.Event(), threading.Event()
+rpc.api._destroy_rref_context = lambda ignore_leak: begun.set() or never.wait()
+queue = mq.connect("torchrpc", group="never")
+threading.Thread(target=rpc.shutdown, args=(False,), daemon=True).start()
+begun.wait()
+queue.close()
+mq.connect("torchrpc", group="never").close()
+print("closed", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_shutdown_of_the_application_that_never_ends_keeps_no_queue() -> None:
+    """Its agent is let go of, and there may be another."""
+    assert output_of(NEVER) == "closed\n"
+
+
+def test_an_agent_that_is_shut_down_as_it_starts_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever of it failed for that."""
+    for error in (None, TransportUnavailable("it has no port"), ValueError("odd")):
+
+        def shut_down(*_: object, error: Exception | None = error) -> None:
+            rpc.shutdown(graceful=False)
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(shared.net, "check_url", shut_down)
+        with pytest.raises(TransportUnavailable, match="has shut the RPC agent down"):
+            mq.connect("torchrpc", group="ended", connect_timeout=PATIENCE)
+    monkeypatch.undo()
+    mq.connect("torchrpc", group="ended", connect_timeout=PATIENCE).close()
+
+
+AFTERWARDS = """
+import mq
+from torch.distributed import autograd
+autograd._init(1)  # as `init_rpc` does with rank=1; it stays so
+with mq.connect("torchrpc", group="afterwards") as queue:
+    print(queue.name == queue.members()[0].name)
+"""
+
+
+def test_a_queue_may_come_after_a_group_of_the_applications() -> None:
+    """Whatever rank the process had in that."""
+    assert output_of(AFTERWARDS) == "True\n"
 
 
 def test_a_link_reaches_other_processes_by_another_agent() -> None:

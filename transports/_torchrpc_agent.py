@@ -19,17 +19,13 @@ import ctypes
 import datetime
 import importlib
 import itertools
-import os
 import pickle
 import secrets
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
-from mq import addresses
 from mq.devices import aside
 from mq.errors import first_line
 from mq.log import Log
@@ -38,7 +34,9 @@ from transports import _torchrpc_net as net
 from transports._torchrpc_aliases import Aliases, Pairs
 from transports._torchrpc_calls import Peer, echo, lifelines, rpc, total
 from transports._torchrpc_descriptors import Descriptors, check_start, pipe_size
+from transports._torchrpc_endings import ends_within, is_in
 from transports._torchrpc_listener import Listener
+from transports._torchrpc_options import CHANNELS, TRANSPORTS, Options
 from transports._torchrpc_stuck import end_stuck
 
 logger = Log(__name__)
@@ -56,10 +54,9 @@ try:
 except (ImportError, AttributeError, RuntimeError) as error:
     UNAVAILABLE = f"{type(error).__name__}: {error}"
 
-TRANSPORTS: Final = ("uv", "ibv", "shm")
-CHANNELS: Final = ("cma", "basic", "mpt_uv")
-GPU_CHANNELS: Final = ("cuda_ipc", "cuda_gdr", "cuda_xth", "cuda_basic")
 TESTED: Final = "torch 2.4, 2.11, 2.13 and 2.14"
+ENDING_SECONDS: Final = 10.0
+"""How long the application's end of an agent is waited for."""
 MAX_PEERS: Final = 32767
 """Ids of peers are 16 bits wide and never used again."""
 
@@ -71,65 +68,6 @@ _PRIVATE: Final = (
     "_is_current_rpc_agent_set",
     "_reset_current_rpc_agent",
 )
-
-
-@dataclass(frozen=True)
-class Options:
-    """How the agent of a process is set up.
-
-    Attributes:
-        host: The address of this host whose interface TensorPipe listens on.
-        transports: TensorPipe's transports by name, best first.
-        channels: Its channels by name, best first.
-        threads: Threads that run handlers and callbacks; with one, order is kept.
-        gpu: Whether channels may be those for GPUs, which touch the CUDA driver.
-        devices: The GPUs of this process whose tensors travel, by index.
-        maps: Device maps that peers may need, and how many peers of each there may be.
-    """
-
-    host: str = "127.0.0.1"
-    transports: tuple[str, ...] = ("uv",)
-    channels: tuple[str, ...] = ("cma", "basic")
-    threads: int = 1
-    gpu: bool = False
-    devices: tuple[int, ...] = ()
-    maps: tuple[tuple[Pairs, int], ...] = ()
-
-    def check(self) -> None:
-        """Raises: ValueError, if TensorPipe would refuse this or abort the process."""
-        for what, known, always, given in (
-            ("transports", TRANSPORTS, "uv", self.transports),
-            ("channels", CHANNELS + GPU_CHANNELS * self.gpu, "basic", self.channels),
-        ):
-            unknown = [name for name in given if name not in known]
-            if unknown or len(set(given)) < len(given):
-                raise ValueError(f"{what} are some of {known}, each once, not {given}")
-            if always not in given:
-                raise ValueError(
-                    f"{what}={given} lack {always!r}, which every peer has: without "
-                    "anything in common TensorPipe aborts both processes"
-                )
-
-    def listening_on(self, hosts: Sequence[str]) -> Options:
-        """The same for an agent that whoever reaches these hosts can reach."""
-        host = next((h for h in hosts if not addresses.is_loopback(h)), "127.0.0.1")
-        return replace(
-            self, host=addresses.numeric_host(addresses.reachable_host(host))
-        )
-
-    def without(self, channels: Sequence[str]) -> Options:
-        """The same without these channels."""
-        left = tuple(name for name in self.channels if name not in channels)
-        return replace(self, channels=left)
-
-    def make_fork_safe(self) -> None:
-        """Tell the driver of InfiniBand, before its first use, that there may be forks.
-
-        Else one corrupts its memory.
-        """
-        if "ibv" in self.transports:
-            os.environ.setdefault("IBV_FORK_SAFE", "1")
-            os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 
 
 def channels_here(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -160,6 +98,7 @@ def unusable() -> str | None:
     agent = getattr(private, "TensorPipeAgent", None)
     for owner, name in (
         (agent, "_update_group_membership"),
+        (rpc.api, "_finalize_shutdown"),
         (rpc.api, "_init_rpc_states"),
         (autograd, "_init"),
         (internal, "PythonUDF"),
@@ -172,6 +111,11 @@ def unusable() -> str | None:
             f"transport was written for (tested with {TESTED})"
         )
     return None
+
+
+def application_ends_one() -> bool:
+    """Whether the application is shutting an agent down at this moment."""
+    return is_in(rpc.api._finalize_shutdown, others=True)
 
 
 def runs() -> bool:
@@ -213,6 +157,11 @@ class Agent:
         self._agent: Any = None
 
     @property
+    def was_ended(self) -> bool:
+        """Whether the application has shut it down."""
+        return self._agent is not None and not self.alive
+
+    @property
     def alive(self) -> bool:
         """Whether it can be called and its futures be resolved."""
         if self._agent is None or not runs():
@@ -246,7 +195,8 @@ class Agent:
             _channels=list(options.channels),
         )
         try:
-            autograd._init(0)
+            with contextlib.suppress(RuntimeError):  # it keeps the application's rank
+                autograd._init(0)
             with net.listen_on(options.host):
                 self._agent = private.TensorPipeAgent(
                     self._store, name, 0, None, backend, {}, self._devices
@@ -367,11 +317,23 @@ class Agent:
 
     def stop(self) -> None:
         """Every call that is unanswered fails."""
-        if self.alive and not self.worker:
-            # Unresolved futures may be dropped, but not be resolved any more.
-            lifelines.clear()
-            with contextlib.suppress(RuntimeError):  # another thread was first
-                rpc.shutdown(graceful=False)
+        agent = self._agent
+        if not self.alive or self.worker:
+            return
+        # Unresolved futures may be dropped, but not be resolved any more.
+        lifelines.clear()
+        # To end an agent twice at once hangs, or ends the process. So nobody begins to
+        # any more, and who has begun comes first: the application's `rpc.shutdown`.
+        with contextlib.suppress(RuntimeError):
+            private._reset_current_rpc_agent()
+        is_alone = False
+        try:
+            is_alone = ends_within(rpc.api._finalize_shutdown, ENDING_SECONDS)
+        finally:
+            if not is_alone:
+                self._keep()
+        if is_alone:
+            agent.shutdown()
 
     def close(self) -> None:
         """Stop, and let go of it."""
@@ -382,9 +344,13 @@ class Agent:
     def leak(self) -> None:
         """In a forked child: never destroy what has no threads here."""
         if self._agent is not None and not self.worker:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
+            self._keep()
             private._reset_current_rpc_agent()
         _abandoned.append((self, list(lifelines)))
+
+    def _keep(self) -> None:
+        """Never destroy it: with threads of its own, or without any, that aborts."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
 
 
 def _equal(sent: Any, answer: Any) -> bool:

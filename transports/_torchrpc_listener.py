@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import socket
-import sys
-from types import FrameType
 from typing import Final
 
 from mq.stream.sockets import copy_of, inode, listening
 from transports._torchrpc_calls import rpc
+from transports._torchrpc_endings import is_in
 from transports._torchrpc_net import remote_of
 
 _SILENT_SECONDS: Final = 3600
@@ -40,17 +38,8 @@ class Listener:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was open and is not any more, though the agent is not ending."""
-        return inode(self._fd) != self._inode and not _is_ending()
+        """Whether it was open and is not any more, though the agent is not ending.
 
-
-def _is_ending() -> bool:
-    """Whether a thread is in `rpc.shutdown`, which closes the listener first of all."""
-    code = inspect.unwrap(rpc.shutdown).__code__
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            if frame.f_code is code:
-                return True
-            frame = frame.f_back
-    return False
+        `rpc.shutdown` closes it first of all.
+        """
+        return inode(self._fd) != self._inode and not is_in(rpc.shutdown)

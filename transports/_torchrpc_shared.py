@@ -20,9 +20,10 @@ from mq.log import Log
 from mq.threads import check_threads
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
-from transports._torchrpc_agent import TESTED, Agent, Options, runs
+from transports._torchrpc_agent import TESTED, Agent, application_ends_one, runs
 from transports._torchrpc_calls import receivers
 from transports._torchrpc_descriptors import start_threads
+from transports._torchrpc_options import Options
 
 logger = Log(__name__)
 
@@ -38,6 +39,11 @@ DEAF: Final = (
     "whole, and so TensorPipe does not listen any more: another agent takes its place, "
     "and the connections of all torchrpc queues of this process are made again; keep "
     "port scanners and health checks away from torchrpc's ports"
+)
+
+ENDED: Final = (
+    "the application has shut the RPC agent down (rpc.shutdown) as a queue started it; "
+    "connect again"
 )
 
 _lock = threading.Lock()
@@ -153,11 +159,15 @@ def _start(options: Options) -> Agent:
             if options.devices not in _tested:
                 agent.self_test()
                 _tested.add(options.devices)
-    except (OSError, ForkedProcess, TransportUnavailable):
-        _give_up(agent)
-        raise
+        if agent.was_ended:
+            raise TransportUnavailable(ENDED)
     except Exception as error:  # whatever a torch of another version raises
+        was_ended = agent.was_ended or application_ends_one()
         _give_up(agent)
+        if was_ended:
+            raise TransportUnavailable(ENDED) from error
+        if isinstance(error, (OSError, ForkedProcess, TransportUnavailable)):
+            raise
         raise TransportUnavailable(
             f"TensorPipe of torch {torch.__version__} does not start with transports "
             f"{options.transports} and channels {options.channels}: "

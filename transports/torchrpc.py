@@ -37,6 +37,7 @@ from transports import _torchrpc_shared as shared
 from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import BadNote, Control, Greeting, Misfit
+from transports._torchrpc_options import Options
 from transports._torchrpc_sharing import Sharing
 from transports._torchrpc_signs import SIGN, SIGN_SECONDS, moving
 from transports._torchrpc_sockets import Sockets
@@ -86,7 +87,7 @@ class TorchRpcLink(Link):
             raise ValueError(f"transports={names} with ibv need infiniband=True")
         if infiniband and "ibv" not in names:
             names = ("ibv", *names)
-        self._options = rpc_agent.Options(
+        self._options = Options(
             transports=names,
             channels=options.names("channels", channels),
             threads=options.whole("threads", threads, 1, 64),

@@ -22,6 +22,7 @@ from transports import _torchrpc_shared as shared
 from transports._torchrpc_aliases import Pairs
 from transports._torchrpc_conns import RpcConn
 from transports._torchrpc_control import Control, Greeting, Misfit
+from transports._torchrpc_options import GPU_CHANNELS
 from transports._torchrpc_outboxes import HEADER_BYTES, place_bytes
 from transports._torchrpc_sharing import Sharing
 from transports.torchrpc import TorchRpcLink
@@ -103,7 +104,7 @@ class TorchRpcCudaLink(TorchRpcLink):
         self._wanted = devices.parse(device_map)
         self._local_devices = devices.chosen(local_devices)
         if self._local_devices == ():  # so that CUDA is not touched
-            self._options = self._options.without(rpc_agent.GPU_CHANNELS)
+            self._options = self._options.without(GPU_CHANNELS)
         self._met: set[str] = set()
 
     @classmethod
