@@ -111,14 +111,16 @@ def test_a_malformed_message_breaks_only_the_connection_it_came_on(
 
 
 def test_a_peer_that_does_not_say_hello_is_never_a_connection(
-    raw_pair: RawPair,
+    raw_pair: RawPair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A program that speaks NNG, but is no member, is counted and dropped."""
+    """A program that speaks NNG, but is no member, is counted, dropped and logged."""
     with World(tcp, 1) as world:
         (member,) = world.members
         raw_pair(member.addresses[0]).send(framed(b"good day"))
         world.until(lambda: member.link.malformed == 1, "the stranger")
         assert not member.events
+    (line,) = caplog.messages
+    assert "the peer sent something else before it said hello" in line
 
 
 def test_silent_strangers_take_few_descriptors_and_not_for_long(

@@ -125,9 +125,11 @@ class NngConn(Conn):
             self._phase = _OVER if untold else _LOST
         self.notice()
 
-    def _malformed(self, what: str) -> None:
+    def _malformed(self, what: str, *, misfit: bool = False) -> None:
         self._link.malformed += 1
         self.fail(f"the peer sent {what}, which no member does")
+        if self.news is What.ACCEPTED:  # else LOST tells of it
+            self._link.refusals.tell(self.address, self.reason, misfit=misfit)
 
     # -- messages ----------
 
@@ -186,9 +188,7 @@ class NngConn(Conn):
         if said == _BYE:
             self.fail("the peer closed the connection")
         elif said != _HELLO:
-            self._malformed(f"{said!r}")
-            if self.news is What.ACCEPTED:  # else LOST tells of it
-                self._link.refusals.tell(self.address, self.reason, misfit=True)
+            self._malformed(f"{said!r}", misfit=True)
 
     def receive_body(self, into: memoryview) -> bool:
         if self._message is None:
@@ -260,7 +260,7 @@ class NngConn(Conn):
 
     def _end(self, channel: Channel) -> None:
         if self.news is What.ACCEPTED:
-            self._malformed("nothing that NNG or a member understands")
+            self._link.malformed += 1  # as port scanners are
             if why := channel.refusal():
                 self._link.refusals.tell(self.address, why, misfit=False)
         elif channel.refused():
