@@ -1,8 +1,11 @@
-"""Threads of the system: whether this process may begin as many as it will need."""
+"""Threads: whether this process may begin as many as it needs, and what they do."""
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+from types import FrameType
 from typing import Final
 
 from mq.errors import TransportUnavailable
@@ -44,3 +47,18 @@ def check_threads(who: str, needed: int) -> None:
         done.set()
         for thread in begun:
             thread.join()
+
+
+def current_frames() -> dict[int, FrameType]:
+    """What every thread is doing, by its ident.
+
+    Up to Python 3.11.8 a garbage collection in the middle of `sys._current_frames` can
+    wait for ever for a thread that starts or ends (CPython's issue 106883).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if enabled:
+            gc.enable()

@@ -13,7 +13,8 @@ import pytest
 from fresh_python import output_of, printed_by
 
 import mq
-from mq.testing.waiting import current_frames, wait_until
+from mq.testing.waiting import wait_until
+from mq.threads import current_frames
 
 PROGRAM = """
 import os, signal, threading
@@ -425,7 +426,8 @@ def test_a_child_forked_in_the_middle_of_close_closes_nothing(
 CHILDREN = """
 import multiprocessing, os, threading
 import mq
-from mq.testing.waiting import current_frames, wait_until
+from mq.testing.waiting import wait_until
+from mq.threads import current_frames
 
 def is_waited_for():
     frame = current_frames().get(threading.main_thread().ident)
@@ -513,7 +515,8 @@ ENDING = """
 import asyncio, os, signal, threading
 import mq
 from mq import exits
-from mq.testing.waiting import current_frames, wait_until
+from mq.testing.waiting import wait_until
+from mq.threads import current_frames
 
 def hold():
     with silent._lead.lock:

@@ -33,7 +33,8 @@ from mq.testing import (
 from mq.testing.programs import pattern, peer_stats
 from mq.testing.proxy import another
 from mq.testing.suite import faults
-from mq.testing.waiting import current_frames, wait_until
+from mq.testing.waiting import wait_until
+from mq.threads import current_frames
 from mq.transport import Capabilities
 from transports.tcp import TcpLink
 

@@ -25,7 +25,8 @@ from mq.mesh import lead as lead_module
 from mq.mesh.changes import Changes
 from mq.mesh.lead import IDLE_SECONDS, Lead
 from mq.mesh.poller import Poller
-from mq.testing.waiting import current_frames, wait_until
+from mq.testing.waiting import wait_until
+from mq.threads import current_frames
 
 
 class CountingPoller:

@@ -304,6 +304,31 @@ def test_an_agent_that_is_shut_down_as_it_starts_is_told_of(
     mq.connect("torchrpc", group="ended", connect_timeout=PATIENCE).close()
 
 
+FORKED = """
+import os, sys
+import mq
+from torch.distributed import rpc
+
+queue = mq.connect("torchrpc", group="forked")
+rpc.shutdown(graceful=False)
+os.dup2(1, 2)  # where a handler of `fork` is told of
+child = os.fork()
+if child == 0:
+    try:
+        mq.connect("torchrpc", group="forked")
+    except mq.ForkedProcess:
+        print("refused", flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+queue.close()
+"""
+
+
+def test_a_child_forked_after_a_shutdown_by_the_application_is_told_so() -> None:
+    """There is no agent any more that it would have to let go of."""
+    assert output_of(FORKED) == "refused\n"
+
+
 AFTERWARDS = """
 import mq
 from torch.distributed import autograd

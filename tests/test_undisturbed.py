@@ -15,7 +15,7 @@ import pytest
 
 from mq import undisturbed as module
 from mq.errors import ForkedProcess
-from mq.testing.waiting import current_frames
+from mq.threads import current_frames
 from mq.undisturbed import Stopper, undisturbed
 
 SLEEPERS = ("wait", "<lambda>")

@@ -345,7 +345,8 @@ class Agent:
         """In a forked child: never destroy what has no threads here."""
         if self._agent is not None and not self.worker:
             self._keep()
-            private._reset_current_rpc_agent()
+            with contextlib.suppress(RuntimeError):  # the application has shut it down
+                private._reset_current_rpc_agent()
         _abandoned.append((self, list(lifelines)))
 
     def _keep(self) -> None:

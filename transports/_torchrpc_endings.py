@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
+
+from mq.threads import current_frames
 
 _LOOK_SECONDS: Final = 0.005
 
@@ -20,7 +21,7 @@ def is_in(function: Callable[..., Any], *, others: bool = False) -> bool:
         others: Whether only threads beside this one count.
     """
     code = inspect.unwrap(function).__code__
-    for thread, top in sys._current_frames().items():
+    for thread, top in current_frames().items():
         if others and thread == threading.get_ident():
             continue
         frame: FrameType | None = top

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import glob
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 
 STEP = 20.0
 """Seconds that any step of a case may take."""
@@ -91,18 +88,3 @@ def wait_until(holds: Callable[[], bool], what: str, timeout: float = STEP) -> N
         if time.monotonic() > deadline:
             raise StepTimeout(f"waited {timeout} s for {what}")
         never.wait(0.005)
-
-
-def current_frames() -> dict[int, FrameType]:
-    """What every thread is doing, by its ident.
-
-    Up to Python 3.11.8 a garbage collection in the middle of `sys._current_frames` can
-    wait for ever for a thread that starts or ends (CPython's issue 106883).
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()
-    finally:
-        if enabled:
-            gc.enable()

@@ -22,7 +22,8 @@ from mq.testing import programs
 from mq.testing.cases import case
 from mq.testing.harness import Group
 from mq.testing.member import Member
-from mq.testing.waiting import STEP, Stopwatch, current_frames, wait_until
+from mq.testing.waiting import STEP, Stopwatch, wait_until
+from mq.threads import current_frames
 
 _CALLS = ("recv", "publish", "loan", "wait_for_members", "wait_for_subscribers")
 
