@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -18,6 +19,7 @@ from torchrpc_links import context, dial, echoed, peer_process
 import mq
 from mq.stream.sockets import listening
 from mq.testing.link_world import PATIENCE, World
+from mq.testing.waiting import wait_until
 from transports import _torchrpc_shared as shared
 from transports._torchrpc_agent import Agent
 from transports._torchrpc_calls import rpc
@@ -90,13 +92,22 @@ def test_a_newcomer_meets_a_process_whose_agent_was_looked_at(
 
 def test_a_process_whose_agent_was_looked_at_is_met_by_a_newcomer() -> None:
     """It learns of it when it is dialled."""
+
+    def is_refused(url: str) -> bool:
+        try:
+            visit(url, b"", "FIN")
+        except OSError:
+            return True
+        return False
+
     with peer_process() as (address, _):
         for _ in range(3):
             with World(TorchRpcLink, 1) as world:
                 conn = dial(world, address)
                 echoed(world, conn, b"hello")
                 url = conn.describe()["agent"]
-            visit(url, b"", "FIN")
+            # Who comes as it closes is lost, and tries again, which no link does.
+            wait_until(functools.partial(is_refused, url), "the end of the listener")
 
 
 def test_an_agent_that_the_application_is_ending_is_left_to_it(
