@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
 import resource
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -263,27 +266,80 @@ def test_the_application_and_the_last_queue_never_end_an_agent_at_once(
 
 
 NEVER = """
-import os, threading
+import logging, os, threading
 import mq
 from torch.distributed import rpc
 from transports import _torchrpc_agent as rpc_agent
 
 rpc_agent.ENDING_SECONDS = 0.1
-begun, never = threading.Event(), threading.Event()
+begun, never, told = threading.Event(), threading.Event(), threading.Event()
+log = logging.getLogger(rpc_agent.__name__)
+log.addFilter(lambda record: "its threads" not in record.getMessage() or told.set())
 rpc.api._destroy_rref_context = lambda ignore_leak: begun.set() or never.wait()
 queue = mq.connect("torchrpc", group="never")
 threading.Thread(target=rpc.shutdown, args=(False,), daemon=True).start()
 begun.wait()
 queue.close()
 mq.connect("torchrpc", group="never").close()
-print("closed", flush=True)
+print("closed", told.wait(60), flush=True)
 os._exit(0)
 """
 
 
 def test_a_shutdown_of_the_application_that_never_ends_keeps_no_queue() -> None:
-    """Its agent is let go of, and there may be another."""
-    assert output_of(NEVER) == "closed\n"
+    """Its agent is let go of, which the log tells of, and there may be another."""
+    assert output_of(NEVER) == "closed True\n"
+
+
+def test_an_agent_is_gone_with_its_last_user() -> None:
+    """With its threads, and without a garbage collection, in the oldest thread, too."""
+    gc.collect()
+    gc.disable()
+    try:
+        with World(TorchRpcLink, 1):
+            agent = shared._current
+            assert agent is not None
+            gone = weakref.ref(agent._agent)
+            del agent
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def _late_main(told: Any, pipe: Connection) -> None:
+    """A process that calls the one that dialled it once told to, until that is lost."""
+    with World(TorchRpcLink, 1) as world:
+        (member,) = world.members
+        pipe.send(member.addresses[0])
+        world.until(lambda: bool(member.received), "a message")
+        (conn,) = member.received
+        assert told.wait(PATIENCE)
+        while conn not in member.conns(What.LOST):
+            conn.try_send(b"late")
+            member.pump()
+            world.poller.wait(0.05)
+
+
+def test_a_call_that_comes_as_an_agent_ends_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It fails where it came from; torch would write a traceback of C++ here."""
+    told = context.Event()
+    main = functools.partial(_late_main, told)
+    with peer_process(main) as (address, process), World(TorchRpcLink, 1) as world:
+        world.send(dial(world, address), b"hello")
+        link = world.members[0].link
+        assert isinstance(link, TorchRpcLink)
+
+        def comes_late(*_: object) -> bool:
+            told.set()
+            process.join(PATIENCE)
+            return True
+
+        monkeypatch.setattr(rpc_agent, "ends_within", comes_late)
+        link.agent.stop()
+        assert process.exitcode == 0
+    assert "RPC agent" not in capfd.readouterr().err
 
 
 def test_an_agent_that_is_shut_down_as_it_starts_is_told_of(

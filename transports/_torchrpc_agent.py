@@ -317,11 +317,16 @@ class Agent:
 
     def stop(self) -> None:
         """Every call that is unanswered fails."""
-        agent = self._agent
         if not self.alive or self.worker:
             return
         # Unresolved futures may be dropped, but not be resolved any more.
         lifelines.clear()
+        # For each call that comes meanwhile torch would write that it has no agent.
+        with native.log_level.silenced():
+            self._end()
+
+    def _end(self) -> None:
+        agent = self._agent
         # To end an agent twice at once hangs, or ends the process. So nobody begins to
         # any more, and who has begun comes first: the application's `rpc.shutdown`.
         with contextlib.suppress(RuntimeError):
@@ -334,6 +339,12 @@ class Agent:
                 self._keep()
         if is_alone:
             agent.shutdown()
+        else:
+            logger.warning(
+                "the application's rpc.shutdown has not ended the RPC agent within "
+                "%g s: its threads and its port stay until this process ends",
+                ENDING_SECONDS,
+            )
 
     def close(self) -> None:
         """Stop, and let go of it."""

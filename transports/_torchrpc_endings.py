@@ -6,7 +6,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final
 
 from mq.threads import current_frames
@@ -21,15 +21,21 @@ def is_in(function: Callable[..., Any], *, others: bool = False) -> bool:
         others: Whether only threads beside this one count.
     """
     code = inspect.unwrap(function).__code__
-    for thread, top in current_frames().items():
-        if others and thread == threading.get_ident():
-            continue
-        frame: FrameType | None = top
-        while frame is not None:
-            if frame.f_code is code:
-                return True
-            frame = frame.f_back
-    return False
+    frames = current_frames()
+    try:
+        if others:
+            frames.pop(threading.get_ident(), None)
+        return any(_is_below(frame, code) for frame in frames.values())
+    finally:
+        # This call is below one of them: together they would keep what its callers
+        # have, such as an agent, until the next garbage collection.
+        frames.clear()
+
+
+def _is_below(frame: FrameType | None, code: CodeType) -> bool:
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def ends_within(function: Callable[..., Any], seconds: float) -> bool:

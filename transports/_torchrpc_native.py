@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import time
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from mq.errors import ForkedProcess, TransportUnavailable, first_line
 
 _ERRORS: Final = 2  # of FLAGS_caffe2_log_level
+_FATAL: Final = 3
 _WORTH_BYTES: Final = 64 << 20
 
 
@@ -42,6 +44,20 @@ class LogLevel:
         if self._flag is not None and self._before is not None:
             self._flag.value = self._before
             self._before = None
+
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Write nothing but what ends the process."""
+        flag = self._flag
+        if flag is None:
+            yield
+            return
+        before = flag.value
+        flag.value = max(before, _FATAL)
+        try:
+            yield
+        finally:
+            flag.value = before
 
 
 class Heap:

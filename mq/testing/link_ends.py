@@ -131,7 +131,7 @@ def _leaves_nothing(make: MakeLink, cycles: int) -> None:
     deadline = time.monotonic() + PATIENCE
     while (more := _left_over(before)) and time.monotonic() < deadline:
         threading.Event().wait(0.01)  # the kernel frees a finished thread a bit later
-    assert not more
+    assert not more, f"left over: {more}"
 
 
 def _left_over(before: tuple[int, int, list[str]]) -> str:
