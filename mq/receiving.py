@@ -162,15 +162,9 @@ class Receiving(Membership):
             )
         except (_CodecError, MemoryError) as error:
             raise self._failure(entry, error) from error
-        return Message(
-            subscription.topic,
-            payload,
-            peer.name,
-            sequence,
-            peer.incarnation,
-            published_at,
-            nbytes,
-        )
+        topic, life = subscription.topic, peer.incarnation
+        fields = (topic, payload, peer.name, sequence, life, published_at, nbytes)
+        return _new_message(Message, fields)
 
     def _failure(self, entry: Entry, error: _CodecError | MemoryError) -> Exception:
         """What `recv` raises for a message, of what kept it from being decoded."""

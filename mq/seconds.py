@@ -43,7 +43,11 @@ def deadline_after(timeout: float | None) -> float | None:
     Raises:
         TypeError, ValueError: As by `seconds`.
     """
-    return None if timeout is None else time.monotonic() + seconds("timeout", timeout)
+    if timeout is None:
+        return None
+    if type(timeout) not in PLAIN or not 0 <= timeout <= LONGEST:
+        timeout = seconds("timeout", timeout)
+    return time.monotonic() + timeout
 
 
 def _check_type(what: str, value: object) -> None:

@@ -112,7 +112,8 @@ class Backlog:
     def _append(self, frame: Frame) -> None:
         self.frames.append(frame)
         self.number = frame.number
-        self.under_way += frame.body_nbytes
+        if frame.large is not None:
+            self.under_way += frame.body_nbytes
 
     def offer(self, feed: Feed) -> None:
         """A message was committed to `feed`, which keeps its turn if it has one."""
@@ -298,7 +299,8 @@ class Backlog:
                     feed.on_wire = False
                     if feed.head() is not None:
                         self.offer(feed)
-            self.under_way -= frame.body_nbytes
+            if frame.large is not None:
+                self.under_way -= frame.body_nbytes
             # Forgotten last, so that an interrupt cannot lose what it completed.
             frames.popleft()
             if self.sent:

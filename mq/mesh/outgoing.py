@@ -41,6 +41,8 @@ class Outgoing(NamedTuple):
     sequence: int
 
 
+_new_outgoing = tuple.__new__  # what it calls, with one call less for each message
+
 Logged = Outgoing | tuple[float, bytes | Large]
 """What a log holds: a message, with or without its number."""
 
@@ -193,7 +195,7 @@ class Topic:
         """Number the message and put it into the log, in one step."""
         self.gate.close()  # what it knows of credit would not be true any more
         base, _, log = self.view
-        message = Outgoing(published_at, data, base + len(log))
+        message = _new_outgoing(Outgoing, (published_at, data, base + len(log)))
         if retain:
             append_to_all((log, self._retained), message)
         else:

@@ -110,7 +110,8 @@ class Publisher:
             data = frames.pack()
         else:
             data = topic.cut(frames, self._cutting, self._take, retain)
-        self.fill()  # an earlier one, if two interrupts have kept it from being written
+        if self._to_fill is not None:  # as two interrupts have kept it from being so
+            self.fill()
         if block is not None:
             self._to_fill = (block, frames)
         message = topic.commit(published_at, data, retain)
@@ -128,7 +129,8 @@ class Publisher:
             or not len(topic.view[2]) % _TRIM_EVERY
         ):
             topic.trim()
-        self.fill()
+        if self._to_fill is not None:
+            self.fill()
         return message
 
     def fill(self) -> None:

@@ -111,7 +111,8 @@ class Publishing:
         if frames.areas:
             self._publisher.fill_pieces(frames)
         elif frames.nbytes <= INLINE_BYTES and block is None:
-            frames = frames.packed()
+            if frames.buffers:
+                frames = frames.packed()
             only_joins = not (retain or urgent or frames.needs)
         lead = self._lead
         lead.wanted |= lead.lock.locked()
@@ -174,7 +175,8 @@ class Publishing:
         block: Block | None,
     ) -> None:
         published_at = time.time()
-        view, newest = topic.view, topic.newest
+        view = topic.view
+        newest = view[0] + len(view[2]) - 1
         message: Outgoing | None = None
         held_until: float | None = None
         try:

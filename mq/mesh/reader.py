@@ -201,7 +201,9 @@ class Reader:
         session.received = number
         session.unanswered += 1
         at_once = flags & wire.FLAG_ANSWER or session.unanswered >= ANSWER_FRAMES
-        session.answer_by(now if at_once else now + seconds)
+        due = now if at_once else now + seconds
+        if session.answer_at is None or due < session.answer_at:
+            session.answer_at = due
 
     def _unnumbered(self, kind: int, head: bytes | memoryview, nbody: int) -> None:
         if nbody:

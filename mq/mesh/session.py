@@ -375,11 +375,6 @@ class Session(Backlog):
         stats.sent_bytes += len(head) + (0 if body is None else len(body))
         return True
 
-    def answer_by(self, at: float) -> None:
-        """RECEIVED is due then, unless it already was before."""
-        if self.answer_at is None or at < self.answer_at:
-            self.answer_at = at
-
     def answer(self, now: float) -> None:
         """Send RECEIVED on its own; it also shows that this member lives."""
         if self.conn is None or self.blocked:

@@ -354,7 +354,6 @@ class Subscriber:
         inbox = self.inbox
         if not inbox.fifo:
             return None
-        inbox.hand_over()
         try:
             item = inbox.take()
             source = inbox.counted
