@@ -6,4 +6,7 @@
 PyObject *arrive_alone(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 int intern_alone(void);
 PyObject *know_arrivals(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *know_frames(PyObject *module, PyObject *type);
+PyObject *send_alone(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *take_alone(PyObject *module, PyObject *inbox);
 #pragma GCC visibility pop

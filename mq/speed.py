@@ -156,22 +156,37 @@ is_mine: Final[Callable[[threading.Lock], bool]] = (
     methodcaller("is_mine") if COMPILED else _may_be_mine
 )
 """Whether this thread has a `Lock`; with nothing compiled, whether it may have it."""
-know_arrivals: Final[Callable[[type, type], None]] = (
+know_arrivals: Final[Callable[[type, type, type], None]] = (
     _speed.know_arrivals if COMPILED else _nothing
 )
-"""Tells `arrive_alone` of `Run` and `Arrivals` of `mq.mesh.incoming`."""
+"""Tells those below of `Run`, `Arrivals` and `Entry` of `mq.mesh.incoming`."""
+know_frames: Final[Callable[[type], None]] = (
+    _speed.know_frames if COMPILED else _nothing
+)
+"""Tells `send_alone` of `mq.mesh.frame.Frame`."""
 arrive_alone: Final[
-    Callable[[bytes | memoryview, Any, dict[int, Any], int, deque[Any]], object]
+    Callable[[dict[int, Any], int, Any, Any, bytes | memoryview, float], object]
 ] = _speed.arrive_alone if COMPILED else _nothing
-"""Puts the message of a DATA frame into the inbox, if it is the only one and in order.
+"""Carries out a DATA frame without a body, if its only message is the next one.
 
 Args:
-    The frame; its session; subscriptions by id; the most bytes of a message; and the
-    inbox's queue.
+    Subscriptions by id; the most bytes of a message; the inbox; the session; the
+    frame; and the mesh's time.
 
 Returns:
-    Whether it did so; never where nothing is compiled.
+    Whether it did so, and so the inbox has the message; never where nothing is
+    compiled.
 """
+take_alone: Final[Callable[[Any], Any]] = _speed.take_alone if COMPILED else _nothing
+"""What `Inbox.take` returns, if the first in the inbox is the only one of its run.
+
+Returns:
+    None where it is not as simple as that, and where nothing is compiled.
+"""
+send_alone: Final[Callable[[Any, Any, Any, float], bool] | None] = (
+    _speed.send_alone if COMPILED else None
+)
+"""`Session.send_alone`, of the session, the feed, the message and the time, or None."""
 know_arrays: Final[Callable[[type, dict[bytes, Any]], None]] = (
     _speed.know_arrays if COMPILED else _nothing
 )

@@ -709,7 +709,6 @@ def test_who_writes_a_byte_at_a_time_holds_nobody_up() -> None:
 FORGETTING = """
 import contextlib
 import struct
-from collections import deque
 from mq import _speed
 from mq.mesh import incoming
 
@@ -721,10 +720,18 @@ class Forgetting:
         known.clear()
         return memoryview(b"abc")
 
-head = bytes(20) + struct.pack("<IIqdI", 7, 1, 5, 1.5, 0)
+class Session:
+    received = unanswered = 0
+    answer_at = None
+    frames = ()
+    class stats:
+        received_frames = received_bytes = 0
+
+head = struct.pack("<BBHQQIIqdI", 10, 0, 0, 1, 0, 7, 1, 5, 1.5, 0)
 for _ in range(2000):
     known = {7: Forgetting()}
-    _speed.arrive_alone(head, object(), known, 10, deque())
+    assert not _speed.arrive_alone(known, 10, None, Session, head, 0.0)
+    assert not known
     known = [(0, Forgetting())]
     with contextlib.suppress(TypeError):  # before Python 3.12 it is no buffer
         _speed.fill(known, bytearray(8), bytearray(8))

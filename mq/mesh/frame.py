@@ -8,6 +8,7 @@ from mq.mesh import wire
 from mq.mesh.feed import Feed
 from mq.mesh.large import Large
 from mq.mesh.outgoing import Outgoing
+from mq.speed import know_frames
 
 CHUNKS_PER_ANSWER: Final = 4
 
@@ -147,3 +148,6 @@ def unlent(frame: Frame) -> list[Frame]:
         number = frame.number + index
         frames.append(chunk_frame(number, feed, message, large, index, part, False))
     return [*frames, Frame(wire.LENT, number + 1, frame.parts)]
+
+
+know_frames(Frame)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from mq.errors import MessagesLost, MessageTooLarge
 from mq.mesh.incoming import Entry, Run, Source
 from mq.mesh.subscription import Subscription, due
+from mq.speed import take_alone
 
 _new_entry = tuple.__new__  # what `Entry` calls, with one call less for each message
 
@@ -109,6 +110,8 @@ class Inbox:
         too, and `undo_take` after an exception.
         """
         self._taking = self._found = None
+        if (entry := take_alone(self)) is not None:
+            return entry
         while fifo := self.fifo:
             item = fifo[0]
             kind = type(item)

@@ -391,4 +391,4 @@ class Arrivals(NamedTuple):
     nbytes: int
 
 
-know_arrivals(Run, Arrivals)
+know_arrivals(Run, Arrivals, Entry)

@@ -14,13 +14,14 @@ from mq.mesh.feed import Feed
 from mq.mesh.large import INLINE_BYTES, Cutting, Large, Take
 from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.poller import cores
+from mq.mesh.session import Session
 from mq.mesh.wire import Begun, Malformed, Subscribe, Subscribed
 from mq.message import MAX_SUBSCRIPTIONS, MAX_TOPIC_BYTES
 from mq.safe_types import PICKLE
+from mq.speed import send_alone
 
 if TYPE_CHECKING:
     from mq.frames import Frames
-    from mq.mesh.session import Session
     from mq.segments import Block
 
 logger = Log(__name__)
@@ -30,6 +31,7 @@ _REGISTER_OR_PICKLE = (
     "Call mq.add_safe_types here and there for what travels as a pickle, or connect "
     "there with allow_pickle=True, too."
 )
+_send_alone = send_alone or Session.send_alone
 _TRIM_EVERY = 64
 """Messages after which the log is trimmed even if nothing leaves."""
 
@@ -117,7 +119,7 @@ class Publisher:
         message = topic.commit(published_at, data, retain)
         for feed in topic.feeds:
             session = feed.session
-            if not session.send_alone(feed, message, now):
+            if not _send_alone(session, feed, message, now):
                 session.offer(feed)
                 session.pump(now, urgent)
         if not topic.feeds:

@@ -74,6 +74,7 @@ class Reader:
         self._mesh = mesh
         self._publisher = mesh.publisher
         self._subscriber = mesh.subscriber
+        self._arrive_alone = mesh.subscriber.arrive_alone
         self._faults = mesh.faults
         self._setbacks = mesh.setbacks
         self.stopped_early = False
@@ -117,7 +118,10 @@ class Reader:
                     raise self._faults.fault(conn.receive, error) from error
                 first = None
                 session.last_heard = now
-                self._frame(session, conn, head, nbody, now)
+                if nbody or not self._arrive_alone(session, head, now):
+                    self._frame(session, conn, head, nbody, now)
+                else:
+                    self._mesh.changed += 1
                 if session.conn is not conn:
                     return
                 if self._turn_ends or (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from mq.borrowing import Returns
@@ -37,6 +38,7 @@ class Subscriber:
         owed: Sessions for which `take` queued credit, until the caller sends it.
         returns: Views of publishers' memory that have died, until `give_back`.
         copies: Messages that are being copied from there.
+        arrive_alone: See `mq.speed`: here for a session, a frame of its, and the time.
     """
 
     def __init__(self, take: Take, max_message_bytes: int, returns: Returns) -> None:
@@ -48,6 +50,10 @@ class Subscriber:
         self._next_id = 1
         self._take = take
         self._limit = max_message_bytes
+        self.arrive_alone: Callable[[Session, bytes | memoryview, float], object]
+        self.arrive_alone = functools.partial(
+            arrive_alone, self._by_id, self._limit, self.inbox
+        )
         self._remembered: dict[str, dict[str, Ended]] = {}
         self.owed: list[Session] = []
 
@@ -225,8 +231,6 @@ class Subscriber:
 
     def data(self, session: Session, head: bytes | memoryview) -> None:
         """A batch of small messages."""
-        if arrive_alone(head, session, self._by_id, self._limit, self.inbox.fifo):
-            return
         # Its messages are at any address: who reads arrays in place copies them.
         view = memoryview(head).toreadonly()
         for subscription, first, times, areas in wire.runs(view, wire.HEADER_BYTES):
