@@ -14,11 +14,9 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mq.errors import MessagesLost, MessageTooLarge
-from mq.mesh.incoming import Entry, Run, Source
+from mq.mesh.incoming import Entry, Run, Source, uncounted
 from mq.mesh.subscription import Subscription, due
 from mq.speed import take_alone
-
-_new_entry = tuple.__new__  # what `Entry` calls, with one call less for each message
 
 if TYPE_CHECKING:
     from mq.mesh.session import Session
@@ -36,7 +34,6 @@ class Returned(NamedTuple):
 
 Item = Run | Source | MessagesLost | MessageTooLarge | Returned
 """What waits in the inbox; a Source stands for the oldest message it keeps, if any."""
-
 
 Found = tuple[dict[Subscription | str | None, list[Item]], int]
 """What the first so many items came by, as long as none of them is taken."""
@@ -106,10 +103,9 @@ class Inbox:
     def take(self) -> Any:
         """The next product, entry or notice, which is an error, or None.
 
-        What it returned before is the caller's, who calls `hand_over` when it has this,
-        too, and `undo_take` after an exception.
+        The caller calls `hand_over` when it has it, and `undo_take` after an exception.
         """
-        self._taking = self._found = None
+        self._taking = self._found = None  # what was taken before is the caller's
         if (entry := take_alone(self)) is not None:
             return entry
         while fifo := self.fifo:
@@ -165,9 +161,7 @@ class Inbox:
             if prepared is None:
                 if not left:
                     return None
-                area, at = run.areas[start], run.times[start]
-                fields = (run.source, run.first + start, at, area, False)
-                entry = _new_entry(Entry, fields)
+                entry = run.entry(start)
                 self._taking = (run, start)
                 run.taken = start + 1
                 self._count(run, start + 1)
@@ -360,13 +354,6 @@ class Inbox:
         self.fifo = kept  # in one step: an interrupt loses nothing
         self._ended.clear()
         self._emptied = 0
-
-
-def uncounted(runs: Sequence[Run]) -> tuple[int, int]:
-    """Messages and bytes of runs that were not counted yet."""
-    messages = sum(len(run.areas) - run.counted for run in runs)
-    nbytes = sum(len(area) for run in runs for area in run.areas[run.counted :])
-    return messages, nbytes
 
 
 def _empty(item: Run | Source) -> None:

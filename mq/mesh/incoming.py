@@ -78,14 +78,20 @@ class Run:
         self.areas = areas
         self.nbytes = sum(map(len, areas))
         self.copying: Copying | None = None
-        self.taken = 0
-        self.counted = 0
+        self.taken = self.counted = 0
 
     def entry(self, index: int) -> Entry:
         """One of the messages."""
         return Entry(
             self.source, self.first + index, self.times[index], self.areas[index]
         )
+
+
+def uncounted(runs: Sequence[Run]) -> tuple[int, int]:
+    """Messages and bytes of runs that were not counted yet."""
+    messages = sum(len(run.areas) - run.counted for run in runs)
+    nbytes = sum(len(area) for run in runs for area in run.areas[run.counted :])
+    return messages, nbytes
 
 
 class Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from mq.borrowing import Returns
@@ -13,8 +13,8 @@ from mq.mesh import wire
 from mq.mesh.atomic import append_each
 from mq.mesh.copying import Borrow, Copies
 from mq.mesh.ended import NOTHING_CAME, Ended
-from mq.mesh.inbox import Inbox, uncounted
-from mq.mesh.incoming import Arrivals, Run, Source
+from mq.mesh.inbox import Inbox
+from mq.mesh.incoming import Arrivals, Run, Source, uncounted
 from mq.mesh.large import Take
 from mq.mesh.subscription import Subscription
 from mq.mesh.wire import Chunk, Malformed, Subscribed
@@ -50,10 +50,8 @@ class Subscriber:
         self._next_id = 1
         self._take = take
         self._limit = max_message_bytes
-        self.arrive_alone: Callable[[Session, bytes | memoryview, float], object]
-        self.arrive_alone = functools.partial(
-            arrive_alone, self._by_id, self._limit, self.inbox
-        )
+        known = self._by_id, self._limit, self.inbox
+        self.arrive_alone = functools.partial(arrive_alone, *known)
         self._remembered: dict[str, dict[str, Ended]] = {}
         self.owed: list[Session] = []
 
@@ -240,8 +238,7 @@ class Subscriber:
                 raise Malformed(f"a message of {largest} bytes is over the limit")
             if source is not None:
                 source.arrived(self.inbox.fifo, Run(source, first, times, areas))
-                if not source.active:
-                    self._activate(source)
+                self._activate(source)
 
     def _activate(self, source: Source) -> None:
         """A publisher that begins to publish gets the share of those that do."""
