@@ -79,12 +79,13 @@ def asked_name(server_name: object) -> str:
     if not isinstance(server_name, str):
         raise TypeError(f"server_name is {wanted}, or None, not {server_name!r}")
     try:
-        # The dot that ends a name in the DNS is in no certificate.
-        name = server_name.removesuffix(".").encode("idna").decode()
+        encoded = server_name.encode("idna").decode()
     except UnicodeError as error:
         raise ValueError(
             f"server_name is {wanted}, not {server_name!r}: {error}"
         ) from error
+    # The dot that ends a name in the DNS is in no certificate.
+    name = encoded.removesuffix(".")
     if len(name) > _MOST_CHARACTERS or "\0" in name or name.startswith("."):
         raise ValueError(f"server_name is {wanted}, not {server_name!r}")
     return name

@@ -220,17 +220,19 @@ def join(
             driver.lead.end_calls()
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 driver.leave("could not join", 0.0)
+        why = driver.mesh.replaced if driver and isinstance(error, Closed) else ""
+        ended = why and link.ended  # a link that was closed may seem so, too
         _free(link, poller, meeting, driver)
-        if isinstance(error, Closed) and driver is not None and driver.mesh.replaced:
-            raise _not_joined(where, link, driver.mesh.replaced) from error
+        if why:
+            raise _not_joined(where, ended, why) from error
         raise
     logger.info("%s listens on %s%s", where, ", ".join(addresses), more)
     return joined
 
 
-def _not_joined(where: str, link: Link, why: str) -> MQError:
+def _not_joined(where: str, ended: str, why: str) -> MQError:
     """The error where a member had to stop before it had joined."""
-    if link.ended:
+    if ended:
         return TransportUnavailable(f"{where} could not join: {why}")
     return ConnectRefused(
         f"{where} could not join: {why} meanwhile; choose another name, or end the "

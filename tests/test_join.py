@@ -702,6 +702,9 @@ def test_who_must_stop_before_it_has_joined_was_not_closed(
     with process_of(_connected, where) as (child, pipe):
         assert pipe.recv() == "connected"
         freeze(child.pid)
+        # As of an agent of RPC that the application has started.
+        by_close = property(lambda link: "" if link._is_open else "it was closed")
+        monkeypatch.setattr(Link, "ended", by_close)
         monkeypatch.setattr(owner, name, found)
         with pytest.raises(error, match=told):
             mq.connect("tcp", name="c", connect_timeout=DEADLINE, **where)

@@ -401,6 +401,8 @@ def test_a_server_name_may_end_in_the_dot_of_the_dns(backend: str) -> None:
 @pytest.mark.parametrize(
     ("server_name", "error"),
     [
+        (".", ValueError),
+        ("localhost..", ValueError),
         (5, TypeError),
         (b"localhost", TypeError),
         ("a\0b", ValueError),
