@@ -106,7 +106,7 @@ next_state(PyObject *source, PyObject *arrivals, const Alone *alone)
     PyObject *state = PyObject_Size(arrivals) > 0 ? PySequence_GetItem(arrivals, 0) : NULL;
     long long newest, messages, nbytes;
     int sound = state != NULL && PyArg_ParseTuple(state, "LLL", &newest, &messages, &nbytes)
-                && newest + 1 == alone->first
+                && newest == alone->first - 1
                 && is_below(messages, source, str_granted_messages) == 1
                 && is_below(nbytes, source, str_granted_bytes) == 1;
     Py_XDECREF(state);
@@ -203,10 +203,15 @@ sum(PyObject *owner, PyObject *name, long long more)
     return number == -1 && PyErr_Occurred() ? NULL : PyLong_FromLongLong(number + more);
 }
 
-/* See to what the peer has received, as far as that may be news; 0: an exception. */
+/* See to what the peer has received, as far as that may be news.
+
+   Returns 0 with an exception, and without where it is more than was sent. */
 static int
 is_acknowledged(PyObject *session, uint64_t received, PyObject *now)
 {
+    long long newest = number_of(session, str_number);
+    if (newest < 0 || received > (uint64_t)newest)
+        return 0;
     PyObject *frames = PyObject_GetAttr(session, str_frames);
     Py_ssize_t size = frames == NULL ? -1 : PyObject_Size(frames);
     Py_XDECREF(frames);

@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -56,6 +57,13 @@ class _Line:
                 if place.call():
                     return
                 self.places.pop(place, None)
+
+    def deserted(self) -> list[Place]:
+        """Those at the front whose calls are over; asked between the loop's tasks.
+
+        None of them is awake then, but one that two interrupts kept from leaving.
+        """
+        return list(takewhile(lambda place: place.woken is None, self.places))
 
     def call_all(self) -> None:
         """Wake all that sleep."""
@@ -96,6 +104,8 @@ class Lines:
 
     def stand(self, place: Place, what: object, moves: Callable[[], bool]) -> None:
         """Put a place at the end of a line, unless it is in that already."""
+        if place not in self._places:
+            self.enter(place)  # it seemed deserted, in a loop that runs within another
         if place.what is not what:
             if place.what is not None:
                 with self._lead.lock:
@@ -158,6 +168,8 @@ class Lines:
                     self._left_alone.popleft()
                 has_ended = lead.closing or lead.mesh.replaced or lead.forked
                 for line in list(self._lines.values()):
+                    for place in line.deserted():
+                        self._leave(place)
                     if has_ended:
                         line.call_all()
                     else:

@@ -225,6 +225,30 @@ def test_a_task_that_never_comes_when_called_keeps_nobody_back(
     asyncio.run(body())
 
 
+def test_a_place_that_was_never_left_keeps_nobody_back(pair: Pair) -> None:
+    """Handlers may raise as a call leaves, each time that it tries to."""
+    a, b = pair
+
+    async def body() -> None:
+        place = b._place()
+        place.__enter__()
+        place._lines.stand(place, b._inbox, b._inbox.has_items)
+        task = asyncio.ensure_future(b.arecv())
+        await until(lambda: sleepers(b) == 2)
+        bring(a, b, "first")
+        assert (await asyncio.wait_for(task, 10)).payload == "first"
+        assert not sleepers(b)
+        assert not b._lines
+        # Who was taken for one, and still runs, waits as it did.
+        waiting = asyncio.ensure_future(place.wait(b._inbox, b._inbox.has_items, None))
+        await until(lambda: sleepers(b))
+        bring(a, b, "second")
+        assert await asyncio.wait_for(waiting, 10)
+        place.__exit__(None)
+
+    asyncio.run(body())
+
+
 def test_a_loop_that_never_comes_to_what_it_was_told_is_told_again(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,8 @@ from mq.mappings import address
 from mq.mesh import wire
 from mq.mesh.incoming import Arrivals, Run, Source
 from mq.mesh.large import INLINE_BYTES
+from mq.mesh.session import ANSWER_FRAMES, ANSWER_SECONDS
+from mq.stats import PeerStats
 
 CODEC = Codec()
 CODEC.encode([torch.zeros(1), np.zeros(1)])  # what knows them is loaded by their first
@@ -493,14 +495,24 @@ AREA = b"MQ\1\0\xc0"
 ID = 3
 
 
+class Session:
+    """What `arrive_alone` sees to of a session whose peer has sent nothing yet."""
+
+    def __init__(self) -> None:
+        self.received = self.unanswered = self.number = 0
+        self.answer_at: float | None = None
+        self.frames: deque[Any] = deque()
+        self.stats = PeerStats()
+
+
 class Inbox:
     """What `arrive_alone` puts a message into, and where it looks before."""
 
     def __init__(self, **changed: Any) -> None:
-        self.session = object()
+        self.session: Any = Session()
         self.fifo: deque[Any] = deque()
         self.subscription: Any = SimpleNamespace(keep=None, id=ID, sources={})
-        self.source = Source(self.subscription, self.session)  # type: ignore[arg-type]
+        self.source = Source(self.subscription, self.session)
         self.subscription.sources[self.session] = self.source
         self.source.active = True
         self.source.granted_messages, self.source.granted_bytes = 8, 1000
@@ -511,17 +523,20 @@ class Inbox:
     def arrive(self, head: Any, limit: int = 1000) -> bool:
         """Whether it did."""
         by_id = {ID: self.subscription}
-        done = speed.arrive_alone(head, self.session, by_id, limit, self.fifo)
-        return bool(done)
+        return bool(speed.arrive_alone(by_id, limit, self, self.session, head, 1000.0))
 
 
 def data(
-    first: int = 7, *areas: bytes, subscription: int = ID, more: bytes = b""
+    first: int = 7,
+    *areas: bytes,
+    subscription: int = ID,
+    more: bytes = b"",
+    header: tuple[int, int, int, int, int] = (wire.DATA, 0, 0, 1, 0),
 ) -> bytes:
     """A DATA frame of one run."""
     areas = areas or (AREA,)
     run = wire.pack_run(subscription, first, [1.5] * len(areas), areas)
-    return wire.HEADER.pack(wire.DATA, 0, 0, 1, 0) + b"".join(run) + more
+    return wire.HEADER.pack(*header) + b"".join(run) + more
 
 
 @needs_compiled
@@ -538,8 +553,13 @@ def test_the_next_message_arrives_as_if_not_alone() -> None:
     assert run.areas[0].readonly
     assert inbox.source.arrivals == other.source.arrivals
     assert type(inbox.source.arrivals[0]) is Arrivals
-    assert inbox.arrive(data(8))
+    session = inbox.session
+    assert (session.received, session.unanswered) == (1, 1)
+    assert session.answer_at == 1000.0 + ANSWER_SECONDS
+    assert session.stats.received_bytes == len(data())
+    assert inbox.arrive(data(8, header=(wire.DATA, 0, 0, 2, 0)))
     assert [run.first for run in inbox.fifo] == [7, 8]
+    assert (session.received, session.stats.received_frames) == (2, 2)
 
 
 @needs_compiled
@@ -562,6 +582,13 @@ def test_the_next_message_arrives_as_if_not_alone() -> None:
         (data(), {"granted_messages": 5}),
         (data(), {"granted_bytes": 100}),
         (data(), {"arrivals": deque()}),
+        (data(header=(wire.LENT, 0, 0, 1, 0)), {}),
+        (data(header=(wire.DATA, wire.FLAG_ANSWER, 0, 1, 0)), {}),
+        (data(header=(wire.DATA, 0, 0, 0, 0)), {}),
+        (data(header=(wire.DATA, 0, 0, 2, 0)), {}),
+        (data(header=(wire.DATA, 0, 0, 2**64 - 1, 0)), {}),
+        (data(header=(wire.DATA, 0, 0, 1, 1)), {}),
+        (data(header=(wire.DATA, 0, 0, 1, 2**64 - 1)), {}),
     ],
     ids=[
         "no bytes",
@@ -580,6 +607,13 @@ def test_the_next_message_arrives_as_if_not_alone() -> None:
         "no messages left",
         "no bytes left",
         "not answered",
+        "other kind",
+        "asks for an answer",
+        "no number",
+        "frame left out",
+        "frame beyond the last",
+        "received what was not sent",
+        "received beyond the last",
     ],
 )
 def test_what_is_not_that_simple_is_left_to_the_mesh(
@@ -591,6 +625,7 @@ def test_what_is_not_that_simple_is_left_to_the_mesh(
     assert not inbox.arrive(head)
     assert not inbox.fifo
     assert list(inbox.source.arrivals) == before
+    assert vars(inbox.session) == vars(Session())
 
 
 @needs_compiled
@@ -601,6 +636,9 @@ def test_who_keeps_the_last_or_is_not_known_is_left_to_the_mesh() -> None:
     assert not inbox.arrive(data())
     inbox = Inbox()
     inbox.subscription.sources.clear()
+    assert not inbox.arrive(data())
+    inbox = Inbox()
+    inbox.session.unanswered = ANSWER_FRAMES - 1  # now it is to be answered at once
     assert not inbox.arrive(data())
 
 
