@@ -125,10 +125,11 @@ def _make_full_pair(worker: Any, backend: str, options: dict[str, Any]) -> None:
     worker.queue = _full_pair(backend, options)
 
 
-def _main_thread_waits(worker: Any) -> bool:
-    """Whether the worker's main thread waits inside the library."""
+def _main_thread_waits(worker: Any, call: str = "") -> bool:
+    """Whether the worker's main thread waits inside the library, and in such a call."""
     names = _calls_of(threading.main_thread())
-    return not names.isdisjoint(("_waits", "_waits_in_close")) and _sleeps()
+    is_there = not names.isdisjoint(("_waits", "_waits_in_close"))
+    return is_there and (not call or call in names) and _sleeps()
 
 
 def _calls_of(thread: threading.Thread) -> set[str]:
@@ -164,8 +165,8 @@ def _interrupt_elsewhere(host: Member) -> None:
     host.ask(_take_interrupt, worker_main=False).result()
 
 
-def _wait_until_asleep(host: Member) -> None:
-    while not host.ask(_main_thread_waits, worker_main=False).result():
+def _wait_until_asleep(host: Member, call: str = "") -> None:
+    while not host.ask(_main_thread_waits, call, worker_main=False).result():
         pass
 
 
@@ -243,9 +244,11 @@ def the_handler_of_a_signal_may_fork(group: Group) -> None:
     host.ask(_make_full_pair, group.backend, group.options()).result()
     for call in _CALLS:
         waiting = host.ask(_forked_by_a_handler, call)
-        _wait_until_asleep(host)
+        # Not for the interpreter lock: uncompiled, it may have the queue's lock then.
+        _wait_until_asleep(host, "wait")
         host.signal(signal.SIGTERM)
-        assert waiting.result() == "ForkedProcess", call
+        raised = waiting.result()
+        assert raised == "ForkedProcess", f"{call}: {raised!r}"
     host.ask(_check_after_interrupts).result()
 
 
