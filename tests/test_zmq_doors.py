@@ -6,6 +6,7 @@ import functools
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 
 import pytest
@@ -162,6 +163,24 @@ def test_a_name_that_somebody_else_has_taken_is_no_door(
             doors.look()
         doors.close()
     assert answers == [False, True]
+
+
+def test_the_door_of_a_file_that_is_gone_is_not_that_of_the_next(
+    own_temporary_directory: str,
+) -> None:
+    """It may be open still, and unanswered, as a link closes; the inode is free."""
+    path = os.path.join(own_temporary_directory, "file")
+    names = []
+    for _ in range(50):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(path)
+            inode = os.stat(path).st_ino
+            names.append((inode, _zmq_doors._names_of(f"ipc://{path}")[0]))
+            os.unlink(path)
+        time.sleep(0.005)  # a tick of the clock by which old kernels date files
+    if len({inode for inode, _ in names}) == len(names):
+        pytest.skip("this file system gives no inode a second time")
+    assert len(set(names)) == len(names)
 
 
 def test_whoever_does_not_answer_is_dialled_unasked_the_next_time(

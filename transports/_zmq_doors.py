@@ -54,7 +54,9 @@ def _names_of(endpoint: str) -> list[str]:
     wire, _, rest = endpoint.partition("://")
     if wire == "ipc":
         found = os.stat(rest)  # whatever way leads to the file
-        return [f"\0mq-zmq-ipc-{found.st_dev:x}-{found.st_ino:x}"]
+        # The inode of a file that was removed is the next file's at once.
+        numbers = found.st_dev, found.st_ino, found.st_mtime_ns
+        return ["\0mq-zmq-ipc-" + "-".join(f"{number:x}" for number in numbers)]
     host, port = addresses.split(endpoint)
     number = ip_address(host.strip("[]"))
     names = [f"\0mq-zmq-tcp-{number}-{port}", f"\0mq-zmq-tcp-any-{port}"]
