@@ -426,8 +426,7 @@ put(unsigned char *at, uint64_t number, int size)
         at[byte] = (unsigned char)(number >> 8 * byte);
 }
 
-/* Whether an attribute is true; -1: an exception. */
-static int
+int
 is_set(PyObject *owner, PyObject *name)
 {
     PyObject *found = PyObject_GetAttr(owner, name);

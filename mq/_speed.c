@@ -732,16 +732,6 @@ static PyType_Spec bell_spec = {
 
 /* -- messages that are ready ---------- */
 
-/* Whether an attribute is true; -1 after an error. */
-static int
-is_set(PyObject *object, PyObject *name)
-{
-    PyObject *value = PyObject_GetAttr(object, name);
-    int found = value == NULL ? -1 : PyObject_IsTrue(value);
-    Py_XDECREF(value);
-    return found;
-}
-
 /* Whether somebody has the queue's lock, or may not call it any more; -1 after an
    error. */
 static int
