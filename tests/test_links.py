@@ -20,6 +20,7 @@ from nng_links import nng_runs
 from tls_files import tls_options
 
 from mq.errors import ForkedProcess
+from mq.stream.sockets import connected, copy_of
 from mq.testing import links
 from mq.testing.link_world import MakeLink, World
 from mq.transport import Conn, What
@@ -75,6 +76,26 @@ def test_no_promise_wants_room_for_more_than_a_message(
 ) -> None:
     """`try_send` may answer that there is none now, however little is on its way."""
     promise(_OneAtATime)
+
+
+@pytest.mark.parametrize(
+    "name", ["tcp", "tls", "zmq-tcp", "nng-tcp", "nng-tls", "torchrpc"]
+)
+def test_what_is_sent_waits_for_no_answer(name: str) -> None:
+    """Else a kernel holds back a small message until the last one is acknowledged.
+
+    And one that is silent is asked for a sign of life, but not by all engines.
+    """
+    with World(LINKS[name]) as world:
+        world.connect()
+        found = 0
+        for connection in connected():
+            with copy_of(connection.fd) as sock:
+                found += 1
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                alive = sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                assert alive or name in ("zmq-tcp", "torchrpc")
+    assert found >= 2
 
 
 def test_room_made_while_an_inproc_end_reports_is_not_missed(

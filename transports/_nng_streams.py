@@ -16,6 +16,9 @@ from transports._nng_pair import check, explain
 
 At: TypeAlias = tuple[str, int]
 
+_SWITCHED_ON = (b"tcp-nodelay", b"tcp-keepalive")
+"""Which NNG has on over TCP alone, and off where TLS is on top of it."""
+
 
 def address_of(get: Callable[[Any, bytes, Any], int], of: Any, option: bytes) -> At:
     """Host and port that NNG tells, as `socket` has them; none: it does not tell.
@@ -51,6 +54,8 @@ class Dialler:
             check(lib.nng_stream_dialer_alloc(made, address.encode()))
             self._dialer = made[0]
             check(lib.nng_stream_dialer_set_ptr(self._dialer, b"tls-config", config))
+            for option in _SWITCHED_ON:
+                check(lib.nng_stream_dialer_set_bool(self._dialer, option, True))
         except OSError:
             self.close()
             raise
@@ -103,6 +108,8 @@ class Listener:
             check(
                 lib.nng_stream_listener_set_ptr(self._listener, b"tls-config", config)
             )
+            for option in _SWITCHED_ON:
+                check(lib.nng_stream_listener_set_bool(self._listener, option, True))
             check(lib.nng_stream_listener_listen(self._listener))
         except OSError:
             self.close()

@@ -140,6 +140,8 @@ class Control:
         self._unsent = bytearray()
         self._received = bytearray()
         sock.setblocking(False)
+        # A note does not wait until the peer's kernel has acknowledged the one before.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def connect(self, host: str, port: int) -> None:
         """Begin to connect; what is sent meanwhile is kept.
