@@ -264,6 +264,24 @@ def test_what_listens_and_is_no_store_is_tried_less_and_less_often(
         assert store.version()
 
 
+def test_a_torch_that_was_built_without_libuv_reaches_the_store(
+    store_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Debian's is; who only asks a store needs none of it."""
+    real = importlib.import_module("torch.distributed").TCPStore
+
+    def without_libuv(*args: Any, use_libuv: bool = True, **options: Any) -> Any:
+        if use_libuv:
+            raise RuntimeError("use_libuv was requested")
+        return real(*args, use_libuv=use_libuv, **options)
+
+    monkeypatch.setattr("torch.distributed.TCPStore", without_libuv)
+    environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    environ |= {"MASTER_PORT": str(store_port)}
+    with contextlib.closing(torchrun.TorchrunStore("g", 60.0, environ)) as store:
+        assert store.version()
+
+
 def test_a_claim_that_was_given_up_does_not_come_true_later(store_port: int) -> None:
     """A store that stands still goes on when the member is gone."""
     environ = dict.fromkeys(torchrun.VARIABLES, "1") | {"MASTER_ADDR": "127.0.0.1"}

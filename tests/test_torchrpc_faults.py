@@ -313,6 +313,7 @@ def _late_main(told: Any, pipe: Connection) -> None:
         pipe.send(member.addresses[0])
         world.until(lambda: bool(member.received), "a message")
         (conn,) = member.received
+        world.send(conn, b"heard")
         assert told.wait(PATIENCE)
         while conn not in member.conns(What.LOST):
             conn.try_send(b"late")
@@ -327,9 +328,11 @@ def test_a_call_that_comes_as_an_agent_ends_writes_nothing(
     told = context.Event()
     main = functools.partial(_late_main, told)
     with peer_process(main) as (address, process), World(TorchRpcLink, 1) as world:
-        world.send(dial(world, address), b"hello")
-        link = world.members[0].link
+        (member,) = world.members
+        link = member.link
         assert isinstance(link, TorchRpcLink)
+        world.send(dial(world, address), b"hello")
+        world.until(lambda: bool(member.received), "the answer of who will call")
 
         def comes_late(*_: object) -> bool:
             told.set()
@@ -361,10 +364,11 @@ def test_an_agent_that_is_shut_down_as_it_starts_is_told_of(
 
 
 FORKED = """
-import os, sys
+import os, warnings
 import mq
 from torch.distributed import rpc
 
+warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
 queue = mq.connect("torchrpc", group="forked")
 rpc.shutdown(graceful=False)
 os.dup2(1, 2)  # where a handler of `fork` is told of

@@ -162,6 +162,7 @@ class TorchrunStore(CellStore[Stored]):
                 is_master=False,
                 timeout=patience,
                 wait_for_workers=False,
+                use_libuv=False,  # who hosts it does; not every build of torch has it
             )
             self._check_layout(store)
             return store
