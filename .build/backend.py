@@ -15,7 +15,7 @@ SPEED = setuptools.Extension(
     "mq._speed",
     [
         f"mq/_{name}.c"
-        for name in ("speed", "alone", "copying", "lock", "passing", "repeated")
+        for name in "alone copying lock passing repeated speed spinning".split()
     ],
     # So that a source distribution has them.
     depends=[*map(str, pathlib.Path("mq").glob("_*.h")), ".build/backend.py"],

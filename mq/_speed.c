@@ -22,6 +22,7 @@
 #include "_passing.h"
 #include "_plain.h"
 #include "_repeated.h"
+#include "_spinning.h"
 
 static const char PREFIX[4] = {'M', 'Q', 1, 0}; /* mq.frames.PLAIN */
 #define MOST_LEVELS 16                          /* mq.plain.MOST_LEVELS */
@@ -831,7 +832,7 @@ PyInit__speed(void)
 {
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && intern_names() && intern_alone() && intern_repeated()
-        && add_copying() == 0 && add_lock(module) == 0
+        && add_copying() == 0 && add_lock(module) == 0 && add_spinner(module) == 0
         && add_type(module, "Gate", &gate_spec) == 0
         && add_type(module, "Bell", &bell_spec) == 0)
         return module;

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mq import bell, plain, repeated
 from mq.mesh import atomic, gate, ready
@@ -33,6 +33,19 @@ if TYPE_CHECKING:
     from mq.message import Message
 
 COMPILED: Final = _speed is not None
+
+
+class Spinner(Protocol):
+    """Looks at a copy of an epoll set, without the interpreter lock."""
+
+    def spin(self, seconds: float) -> list[int]:
+        """Look again and again; which descriptors are ready, none after the time.
+
+        From several threads. It ends at once where it is closed meanwhile.
+        """
+
+    def close(self) -> None:
+        """Let go of the copy, with the last thread that looks; idempotent."""
 
 
 def _copy(source: memoryview, target: memoryview, past_cache: bool) -> None:
@@ -89,6 +102,12 @@ def _nothing(*arguments: object) -> None:
 
 Gate: Final[type[gate.Gate]] = _speed.Gate if COMPILED else gate.Gate
 Bell: Final[type[bell.Bell]] = _speed.Bell if COMPILED else bell.Bell
+SPINNER: Final[Callable[[int], Spinner] | None] = getattr(_speed, "Spinner", None)
+"""Makes a `Spinner` of an epoll set; None where none is compiled, or there is no epoll.
+
+Raises:
+    OSError: There is no descriptor for its copy.
+"""
 encode_plain: Final[Callable[[Any], bytes | None]] = (
     _speed.encode_plain if COMPILED else plain.encode_plain
 )

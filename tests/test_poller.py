@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import mq
-from mq import signals
+from mq import signals, speed
 from mq.mesh import poller as module
 from mq.mesh.poller import SPIN_SECONDS, Poller
 
@@ -61,6 +65,7 @@ class ScriptedPoller(Poller):
 def poller(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedPoller]:
     made = ScriptedPoller()
     made.spins = True
+    made._spinner = None  # which looks at no events of a test's, nor at its clock
     clock: Any = type("Clock", (), {"monotonic": made.monotonic})
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(signals, "time", clock)
@@ -240,3 +245,82 @@ def test_who_comes_to_wait_once_it_is_closed_is_woken() -> None:
     poller = Poller()
     poller.close()
     assert poller.wait(60.0) == []
+
+
+needs_spinner = pytest.mark.skipif(
+    speed.SPINNER is None, reason="nothing is compiled, or there is no epoll"
+)
+
+
+@pytest.fixture
+def spinner() -> Iterator[tuple[Any, int]]:
+    """A spinner, and a descriptor that makes what it looks at readable."""
+    assert speed.SPINNER is not None
+    with contextlib.closing(select.epoll()) as epoll:
+        event = os.eventfd(0, os.EFD_NONBLOCK)
+        epoll.register(event, select.EPOLLIN)
+        with contextlib.closing(speed.SPINNER(epoll.fileno())) as made:
+            yield made, event
+        os.close(event)
+
+
+@needs_spinner
+def test_a_spinner_tells_what_is_ready_until_it_is_time(
+    spinner: tuple[Any, int],
+) -> None:
+    """Without a time it looks once."""
+    made, event = spinner
+    assert made.spin(0.0) == []
+    os.eventfd_write(event, 1)
+    assert made.spin(0.0) == made.spin(60.0) == [event]
+    with pytest.raises(TypeError):
+        made.spin("long")
+
+
+@needs_spinner
+def test_a_spinner_that_is_closed_meanwhile_ends_and_frees_its_copy(
+    spinner: tuple[Any, int],
+) -> None:
+    """Not before: the number might be another file's, whose events it would take."""
+    made, event = spinner
+    before = set(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(1) as pool:
+        begun = threading.Event()
+        looking = pool.submit(lambda: (begun.set(), made.spin(60.0))[1])
+        assert begun.wait(60.0)
+        made.close()
+        assert looking.result(60.0) == []
+    made.close()
+    assert len(set(os.listdir("/proc/self/fd"))) == len(before) - 1
+    os.eventfd_write(event, 1)
+    assert made.spin(60.0) == []
+
+
+@needs_spinner
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_frees_the_copy_that_a_thread_was_looking_at(
+    spinner: tuple[Any, int],
+) -> None:
+    """That thread is not in the child, and never closes it."""
+    made, _ = spinner
+    with ThreadPoolExecutor(1) as pool:
+        begun = threading.Event()
+        looking = pool.submit(lambda: (begun.set(), made.spin(60.0))[1])
+        assert begun.wait(60.0)
+        before = len(os.listdir("/proc/self/fd"))
+        child = os.fork()
+        if not child:
+            made.close()
+            os._exit(len(os.listdir("/proc/self/fd")) != before - 1)
+        _, status = os.waitpid(child, 0)
+        made.close()
+        assert looking.result(60.0) == []
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+@needs_spinner
+def test_a_spinner_needs_a_descriptor_of_its_own() -> None:
+    """And says so, where there is none."""
+    assert speed.SPINNER is not None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        speed.SPINNER(-1)

@@ -12,6 +12,7 @@ from typing import Final
 
 from mq import forks
 from mq.signals import attentive
+from mq.speed import SPINNER, Spinner
 
 SPIN_SECONDS: Final = 400e-6
 """How long a wait looks again and again before it sleeps."""
@@ -49,8 +50,12 @@ class Poller:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # First: where the others cannot be had it closes itself.
+        self.spins = cores() > 1
+        # First: where the others cannot be had these close themselves.
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        self._spinner: Spinner | None = None
+        if SPINNER is not None and self._epoll is not None and self.spins:
+            self._spinner = SPINNER(self._epoll.fileno())
         self._edge = hasattr(os, "eventfd") and self._epoll is not None
         if self._edge:
             # Each write is an edge, so that nobody need read: a system call less, and
@@ -63,7 +68,6 @@ class Poller:
             os.set_blocking(self.wake_fd, False)
         self._fds = {self._reader}
         self._woken = False
-        self.spins = cores() > 1
         self._pause = 1
         self._short_waits_left = 1
         self._seen = 0
@@ -161,20 +165,30 @@ class Poller:
         return ready
 
     def _spin(self, timeout: float | None, began: float) -> list[int]:
-        until = began + SPIN_SECONDS
         if timeout is not None and timeout < SPIN_SECONDS:
             return []
+        if self._spinner is not None:
+            ready = self._spinner.spin(SPIN_SECONDS)
+        else:
+            ready = self._look_again(began + SPIN_SECONDS)
+        if ready:
+            spun = time.monotonic() - began
+            if spun > SLOW_SECONDS:
+                self._spun += spun
+            self._pause = max(1, self._pause // 2)
+        else:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._short_waits_left = self._pause
+        return ready
+
+    def _look_again(self, until: float) -> list[int]:
+        """Look until a descriptor is readable, or it is time."""
         look, clock = self._look, time.monotonic
-        while (now := clock()) < until:
+        while clock() < until:
             ready = look(0)
             if ready:
-                if now - began > SLOW_SECONDS:
-                    self._spun += now - began
-                self._pause = max(1, self._pause // 2)
                 return ready
             _yield()
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._short_waits_left = self._pause
         return []
 
     def _look(self, timeout: float | None) -> list[int]:
@@ -191,6 +205,8 @@ class Poller:
             fds, self._fds = self._fds, set()
         self._woken = True  # nobody writes to a descriptor that may be another's by now
         if fds:
+            if self._spinner is not None:
+                self._spinner.close()
             if self._epoll is not None:
                 self._epoll.close()
             os.close(self._reader)
