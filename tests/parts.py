@@ -135,6 +135,7 @@ def _start(
     env = dict(os.environ)
     # Each of some thousand processes would compile what it imports anew.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
+    env.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's others spin at each import
     if name == IN_PYTHON:
         env["MQ_COMPILED"] = "0"
     return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
