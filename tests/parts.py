@@ -61,7 +61,7 @@ PARTS = {
     IN_PYTHON: [
         *(str(_HERE / f"test_{name}.py") for name in ("codec", "mesh_flow")),
         CONFORMANCE,
-        *("-k", "(test_codec or test_mesh_flow or [shm-) and not two_gib"),
+        *("-k", "(test_codec or test_mesh_flow or inproc or [shm-) and not two_gib"),
     ],
 }
 LIMIT_SECONDS = 3600.0

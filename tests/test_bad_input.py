@@ -42,8 +42,8 @@ class Flood(NamedTuple):
 
 FLOODS = {
     "zmq": Flood({"ipc", "tcp"}, 10_000, {}),
-    "tcp": Flood({"tcp"}, 2_000, {}),
-    "shm": Flood({"shm"}, 2_000, {}),
+    "tcp": Flood({"tcp"}, 4_000, {}),
+    "shm": Flood({"shm"}, 4_000, {}),
     "tls": Flood({"tls"}, 2_000, tls_options()),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,6 @@ from mq.errors import MessagesLost
 from mq.lending import BLOCK_BYTES
 
 EVERYWHERE = "MQ_INTERRUPT_EVERYWHERE" in os.environ
-ONE_OF = 1 if EVERYWHERE else 3
 TURN_BYTES = 500  # two chunks: large messages take several turns
 
 
@@ -251,14 +249,6 @@ def points(*, opcodes: bool, lends: int = 0, devices: bool = False) -> list[Poin
     return [place[number % len(place)] for number, place in enumerate(places)]
 
 
-def sample(found: list[Point], one_of: int = ONE_OF) -> list[Point]:
-    """One of so many, others at each run; what fails names its place.
-
-    With MQ_INTERRUPT_EVERYWHERE all of what is one of three else.
-    """
-    return found[secrets.randbelow(one_of) :: one_of]
-
-
 def lines_of_its_own(lends: int = 0, devices: bool = False) -> list[Point]:
     """Each line that only this scenario reaches, and one of ten that all do."""
     found = points(opcodes=False, lends=lends, devices=devices)
@@ -287,7 +277,7 @@ def test_an_interrupt_at_any_line_changes_nothing_of_the_contract(
     """
     found = lines_of_its_own(devices=True) if devices else points(opcodes=False)
     assert devices or len(found) > 500
-    for at in sample(found):
+    for at in found:
         run(Interrupter(at), devices=devices)
 
 
@@ -296,7 +286,7 @@ def test_an_interrupt_between_bytecodes_changes_nothing_either(devices: bool) ->
     """The same where a line does several things; a sample of the places."""
     found = points(opcodes=True, devices=devices)
     assert len(found) > 3000
-    for at in sample(found, 90 if devices else 30):
+    for at in found[:: 90 if devices else 30]:
         run(Interrupter(at, opcodes=True), devices=devices)
 
 
@@ -306,8 +296,8 @@ def test_an_interrupt_loses_no_memory_that_is_lent() -> None:
 
     Most lines are the same; and a sample of the bytecodes.
     """
-    for at in sample(lines_of_its_own(lends=6 * BLOCK_BYTES)):
+    for at in lines_of_its_own(lends=6 * BLOCK_BYTES):
         run(Interrupter(at), 6 * BLOCK_BYTES)
     found = points(opcodes=True, lends=6 * BLOCK_BYTES)
-    for at in sample(found, 180):
+    for at in found[::180]:
         run(Interrupter(at, opcodes=True), 6 * BLOCK_BYTES)
