@@ -377,16 +377,17 @@ def _config(
         secret=secret,
         peer_timeout=settings.peer_timeout,
         max_message_bytes=settings.max_message_bytes,
-        versions=_versions(),
+        versions=versions(),
         accepts=codec.accepts,
         watch=watch,
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what both ends of a connection should have alike, as peers are told them."""
     import platform
 
-    packages = {package: _version(package) for package in ("tensormq", "torch")}
+    packages = {name: _version(name) for name in ("tensormq", "torch")}
     return {"python": platform.python_version(), **packages}
 
 

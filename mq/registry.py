@@ -102,7 +102,7 @@ def register(
         raise TypeError(f"{name!r} is no name for a transport, which is a str")
     if not name or not name.isprintable():
         raise ValueError(f"{name!r} is no name for a transport")
-    if (name in aliases or name in names()) and not replace:
+    if not replace and (name in aliases or name in names()):
         raise ValueError(f"transport {name!r} exists; pass replace=True to replace it")
     if isinstance(target, str) and not _TARGET.fullmatch(target):
         raise ValueError(f"target {target!r} is not of the form 'package.module:Class'")
