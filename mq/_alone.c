@@ -24,7 +24,8 @@
 static PyTypeObject *run_type, *arrivals_type, *entry_type, *frame_type;
 static PyObject *none_taken, *one_taken;
 static PyObject *str__hand_over, *str__prepared, *str__taking, *str_active, *str_answer_at,
-    *str_append, *str_areas, *str_arrivals, *str_batches_unanswered, *str_blocked, *str_busy,
+    *str_append, *str_areas, *str_arrivals, *str_batch_nbytes, *str_batches_unanswered,
+    *str_blocked, *str_busy,
     *str_chunk, *str_completes, *str_conn, *str_consumed_bytes, *str_consumed_messages,
     *str_copying, *str_counted, *str_fifo, *str_first, *str_flags, *str_forget_received,
     *str_frames, *str_granted_bytes, *str_granted_messages, *str_keep, *str_kind, *str_large,
@@ -462,6 +463,7 @@ new_frame(PyObject *number, PyObject *parts, PyObject *feed, PyObject *sequence)
         || set(frame, str_large, Py_NewRef(Py_None)) < 0
         || set(frame, str_chunk, Py_NewRef(none_taken)) < 0
         || set(frame, str_part, Py_NewRef(Py_None)) < 0
+        || set(frame, str_batch_nbytes, Py_NewRef(none_taken)) < 0
         || set(frame, str_sent_before, Py_NewRef(Py_False)) < 0)
         Py_CLEAR(frame);
     return frame;
@@ -616,6 +618,7 @@ intern_alone(void)
            && (str_append = PyUnicode_InternFromString("append")) != NULL
            && (str_areas = PyUnicode_InternFromString("areas")) != NULL
            && (str_arrivals = PyUnicode_InternFromString("arrivals")) != NULL
+           && (str_batch_nbytes = PyUnicode_InternFromString("batch_nbytes")) != NULL
            && (str_batches_unanswered = PyUnicode_InternFromString("batches_unanswered")) != NULL
            && (str_blocked = PyUnicode_InternFromString("blocked")) != NULL
            && (str_busy = PyUnicode_InternFromString("busy")) != NULL

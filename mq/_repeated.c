@@ -10,7 +10,7 @@
 #include "_repeated.h"
 
 #define ALIGNMENT 64        /* mq.frames.ALIGNMENT */
-#define INLINE (32 * 1024)  /* mq.mesh.large.INLINE_BYTES */
+#define INLINE (120 * 1024) /* mq.mesh.large.INLINE_BYTES */
 #define MOST_TENSORS 16     /* mq.repeated.MOST_TENSORS */
 
 static const unsigned char TABLED[4] = {'M', 'Q', 1, 1}; /* mq.frames.TABLED */

@@ -14,11 +14,12 @@ from world import INLINE_BYTES, Got, Member, World, subscribed
 
 from mq.errors import CodecError, MessagesLost, MessageTooLarge
 from mq.frames import Frames
-from mq.mesh import wire
+from mq.mesh import large, wire
 from mq.mesh.incoming import Run, Source
 from mq.mesh.outgoing import BATCH_MESSAGES
 from mq.mesh.subscription import Subscription
 from mq.mesh.waiting import _who_lags
+from mq.transport import MAX_HEAD_BYTES
 
 LARGE = bytes(range(251)) * 8
 
@@ -940,6 +941,37 @@ def test_a_full_batch_does_not_wait() -> None:
         assert world["a"].publish("t", b"x")
     world.net.deliver_all()
     assert len(batches) == 2
+
+
+def test_a_batch_fits_into_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of all sizes on several topics, and no frame that a link refuses."""
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", large.INLINE_BYTES)
+    world = subscribed("a", "b", depth=10_000)
+    b = world["b"]
+    topics = ["t", *"uvw"]
+    for topic in topics[1:]:
+        b.subscribe(topic, keep=50 if topic == "w" else None, depth=10_000)
+    world.settle()
+    batches = frames_to(world, b, wire.DATA)
+    sizes = random.Random(3)
+    sent: list[bytes] = []
+    got: list[bytes] = []
+    for _ in range(40):
+        for number in range(sizes.choice((3, 300))):
+            nbytes = sizes.choice((0, 200, 500, 30_000, 65_000, large.INLINE_BYTES))
+            sent.append(bytes([number % 251]) * sizes.randint(0, nbytes))
+            assert world["a"].publish(sizes.choice(topics[:3]), sent[-1])
+        world["a"].publish("w", sent[-1])
+        sent.append(sent[-1])
+        world["a"].poll()
+        if sizes.random() < 0.5:
+            world.settle()
+            got += b.payloads()
+            world.settle()
+    world.settle()
+    assert sorted([*got, *b.payloads()]) == sorted(sent)
+    longest = max(len(head) for head, _ in batches)
+    assert 0.9 * large.INLINE_BYTES < longest <= MAX_HEAD_BYTES
 
 
 def test_unsubscribing_ends_the_old_stream_for_good() -> None:

@@ -143,6 +143,45 @@ def test_a_small_message_waits_for_little_on_a_slow_wire(
     assert len(got) == 3 + 20
 
 
+@pytest.mark.parametrize("nbytes", [20_000, 100_000])
+def test_a_small_message_waits_for_few_batches_on_a_slow_wire(nbytes: int) -> None:
+    """Also while a publisher waits for credit, for which it has all sent at once."""
+    path = Wire(SLOW, MIB, 0)
+    stream = bytes(nbytes)
+    count = 4 * FIRST_BYTES // nbytes
+
+    def in_flight() -> int:
+        path.a.mesh.pump(path.world.clock(), flush=True)
+        return sum(len(head) for head, _ in path.flight())
+
+    assert path.a.publish("t", SMALL)  # who publishes gets more of the window
+    path.carry_all()
+    path.world.settle()
+    assert path.b.payloads() == [SMALL]
+    path.world.settle()
+    for _ in range(count):
+        assert path.a.publish("t", stream)
+    assert MIB < in_flight() < MOST * FIRST_BYTES
+    while in_flight() >= MOST * LONGEST:
+        path.carry()
+    got = path.b.payloads()
+    for _ in range(6):
+        began = path.world.now
+        assert path.a.publish("u", SMALL)
+        arrived: list[bytes] = []
+        while SMALL not in arrived:
+            assert _PROBE_BYTES <= in_flight() < MOST * LONGEST
+            path.carry()
+            arrived += path.b.payloads()
+        assert path.world.now - began < 2 * LONGEST / SLOW
+        got += arrived
+    path.carry_all()
+    path.world.settle()
+    got += path.b.payloads()
+    assert got.count(stream) == count
+    assert got.count(SMALL) == 6 == len(got) - count
+
+
 @LINKS
 def test_a_fast_wire_carries_messages_as_they_are_cut(
     chunk_bytes: int, whole_bytes: int

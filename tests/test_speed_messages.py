@@ -315,7 +315,7 @@ def test_tensors_among_plain_data_are_packed_as_the_codec_does(payload: Any) -> 
         np.zeros((3, 2)).T,
         np.zeros((2, 3), "S4"),
         np.float32(1),
-        torch.zeros(100, 100),
+        torch.zeros(200, 200),
         bytearray(3),
         (1, 2),
         2**64,
@@ -331,7 +331,7 @@ def test_other_values_are_left_to_the_codec(value: Any) -> None:
     """Also where they come after a tensor that could be packed."""
     repeated.described.clear()
     first = torch.zeros(2, 3)
-    in_python([first, torch.zeros(100, 100), np.zeros((2, 3))])
+    in_python([first, torch.zeros(200, 200), np.zeros((2, 3))])
     assert speed.pack_mixed([first, 1], repeated.described) is not None
     for payload in ([first, value], {"a": first, "b": value}, [value, first]):
         assert speed.pack_mixed(payload, repeated.described) is None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from mq.mesh import wire
 from mq.mesh.feed import Feed
 from mq.mesh.frame import Frame, chunk_frame, unlent
-from mq.mesh.large import Large, Take
+from mq.mesh.large import INLINE_BYTES, Large, Take
 from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, NO_LIMIT, Outgoing, Topic
 from mq.mesh.pace import Pace
 from mq.mesh.wire import Malformed
@@ -55,7 +55,7 @@ class Backlog:
         most_unanswered: How many bytes of bodies may be under way without an answer,
             if the wire does not hold more; None: any.
         pace: How many of them the connection takes in a short while.
-        under_way: How many bytes of bodies the frames have.
+        under_way: How many bytes of bodies and full batches the frames have.
         answer_bytes: What those of them take that answer the peer.
     """
 
@@ -112,8 +112,7 @@ class Backlog:
     def _append(self, frame: Frame) -> None:
         self.frames.append(frame)
         self.number = frame.number
-        if frame.large is not None:
-            self.under_way += frame.body_nbytes
+        self.under_way += frame.body_nbytes
 
     def offer(self, feed: Feed) -> None:
         """A message was committed to `feed`, which keeps its turn if it has one."""
@@ -159,7 +158,10 @@ class Backlog:
                 if waiting == 1:  # what others have had before is made up for by this
                     self.served = served
                 return True
-            run = feed.small(message, BATCH_MESSAGES - count, BATCH_BYTES - size)
+            room = INLINE_BYTES - size
+            if parts and len(message.data) > room:
+                break
+            run = feed.small(message, BATCH_MESSAGES - count, BATCH_BYTES - size, room)
             parts += wire.pack_run(feed.subscription, *run)
             size += sum(map(len, run.areas))
             count += len(run.areas)
@@ -171,7 +173,10 @@ class Backlog:
                 break
         if not parts:
             return False
-        self._append(Frame(wire.DATA, self.number + 1, parts, flags, completes))
+        frame = Frame(wire.DATA, self.number + 1, parts, flags, completes)
+        if size >= BATCH_BYTES:
+            frame.batch_nbytes = size
+        self._append(frame)
         for feed, sequence in completes:
             feed.framed(sequence)
             feed.topic.trim()
@@ -299,19 +304,17 @@ class Backlog:
                     feed.on_wire = False
                     if feed.head() is not None:
                         self.offer(feed)
-            if frame.large is not None:
-                self.under_way -= frame.body_nbytes
+            self.under_way -= frame.body_nbytes
             # Forgotten last, so that an interrupt cannot lose what it completed.
             frames.popleft()
             if self.sent:
                 self.sent -= 1
             if frame.kind == wire.DATA:
                 self.batches_unanswered -= 1
-            else:
-                if frame.kind in wire.ANSWERS:
-                    self.answer_bytes -= _weight(frame)
-                if frame.number >= self.pace.timed:
-                    self.pace.answered(now)
+            elif frame.kind in wire.ANSWERS:
+                self.answer_bytes -= _weight(frame)
+            if frame.number >= self.pace.timed:
+                self.pace.answered(now)
         return news
 
     def send_what_was_lent(self) -> None:

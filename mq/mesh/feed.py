@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -160,12 +160,13 @@ class Feed:
         position = self.position()
         return topic.message(position) if position <= topic.newest else None
 
-    def small(self, head: Outgoing, messages: int, nbytes: int) -> Small:
+    def small(self, head: Outgoing, messages: int, nbytes: int, most: int) -> Small:
         """The small messages to be framed next, of which `head` is the first.
 
         Args:
             messages: How many at most.
             nbytes: After how many bytes it is enough.
+            most: How many bytes at most; `head` has no more.
         """
         if self.keep is not None or head is self.late:
             assert isinstance(head.data, bytes)
@@ -181,7 +182,7 @@ class Feed:
             areas = list(takewhile(lambda area: type(area) is bytes, areas))
         sums = list(accumulate(map(len, areas)))
         if sums[-1] > nbytes:
-            del areas[bisect_left(sums, nbytes) + 1 :]
+            del areas[min(bisect_left(sums, nbytes) + 1, bisect_right(sums, most)) :]
         times = [logged[0] for logged in run[: len(areas)]]
         return Small(head.sequence, times, areas)
 

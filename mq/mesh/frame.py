@@ -21,9 +21,11 @@ class Frame:
         completes: Subscriptions, and the last message of each that the frame completes.
         large, chunk: A large message, and the index of its chunk in the frame.
         part: Where in the chunk's body that of the frame begins and ends; None: all.
+        batch_nbytes: Size of the messages of a batch that is full.
     """
 
     __slots__ = (
+        "batch_nbytes",
         "chunk",
         "completes",
         "flags",
@@ -54,13 +56,14 @@ class Frame:
         self.large = large
         self.chunk = chunk
         self.part = part
+        self.batch_nbytes = 0
         self.sent_before = False
 
     @property
     def body_nbytes(self) -> int:
-        """Size of the body in host memory; 0: there is none."""
+        """Of a body in host memory, or a full batch; 0: there is neither."""
         if self.large is None or self.kind == wire.LENT:
-            return 0
+            return self.batch_nbytes
         if self.part is not None:
             begin, end = self.part
             return end - begin
