@@ -832,7 +832,10 @@ PyInit__speed(void)
 {
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && intern_names() && intern_alone() && intern_repeated()
-        && add_copying() == 0 && add_lock(module) == 0 && add_spinner(module) == 0
+        && add_copying() == 0 && add_lock(module) == 0
+#ifdef __linux__
+        && add_type(module, "Spinner", &spinner_spec) == 0
+#endif
         && add_type(module, "Gate", &gate_spec) == 0
         && add_type(module, "Bell", &bell_spec) == 0)
         return module;

@@ -129,29 +129,11 @@ static PyType_Slot spinner_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec spinner_spec = {
+PyType_Spec spinner_spec = {
     .name = "mq._speed.Spinner",
     .basicsize = sizeof(Spinner),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = spinner_slots,
 };
-
-int
-add_spinner(PyObject *module)
-{
-    PyObject *type = PyType_FromSpec(&spinner_spec);
-    if (type == NULL || PyModule_AddObject(module, "Spinner", type) == 0)
-        return type == NULL ? -1 : 0;
-    Py_DECREF(type);
-    return -1;
-}
-
-#else
-
-int
-add_spinner(PyObject *module)
-{
-    return 0; /* there is no epoll */
-}
 
 #endif

@@ -1,8 +1,7 @@
-/* What the extension module has of _spinning.c. */
+/* What the extension module has of _spinning.c, where there is epoll. */
 
 #include <Python.h>
 
 #pragma GCC visibility push(hidden)
-/* The type `Spinner`, where there is epoll. */
-int add_spinner(PyObject *module);
+extern PyType_Spec spinner_spec;
 #pragma GCC visibility pop
