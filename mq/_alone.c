@@ -24,15 +24,14 @@
 static PyTypeObject *run_type, *arrivals_type, *entry_type, *frame_type;
 static PyObject *none_taken, *one_taken;
 static PyObject *str__hand_over, *str__prepared, *str__taking, *str_active, *str_answer_at,
-    *str_append, *str_areas, *str_arrivals, *str_batch_nbytes, *str_batches_unanswered,
-    *str_blocked, *str_busy,
+    *str_append, *str_areas, *str_arrivals, *str_batches_unanswered, *str_blocked, *str_busy,
     *str_chunk, *str_completes, *str_conn, *str_consumed_bytes, *str_consumed_messages,
     *str_copying, *str_counted, *str_fifo, *str_first, *str_flags, *str_forget_received,
     *str_frames, *str_granted_bytes, *str_granted_messages, *str_keep, *str_kind, *str_large,
     *str_late, *str_nbytes, *str_next, *str_number, *str_part, *str_parts, *str_popleft,
     *str_received, *str_received_bytes, *str_received_frames, *str_sent, *str_sent_before,
     *str_source, *str_sources, *str_stats, *str_subscription, *str_taken, *str_times,
-    *str_touched, *str_try_send, *str_unanswered;
+    *str_touched, *str_try_send, *str_turn_nbytes, *str_unanswered;
 
 /* `mq.mesh.wire.ALONE`, after the head of a frame. */
 typedef struct {
@@ -463,7 +462,7 @@ new_frame(PyObject *number, PyObject *parts, PyObject *feed, PyObject *sequence)
         || set(frame, str_large, Py_NewRef(Py_None)) < 0
         || set(frame, str_chunk, Py_NewRef(none_taken)) < 0
         || set(frame, str_part, Py_NewRef(Py_None)) < 0
-        || set(frame, str_batch_nbytes, Py_NewRef(none_taken)) < 0
+        || set(frame, str_turn_nbytes, Py_NewRef(none_taken)) < 0
         || set(frame, str_sent_before, Py_NewRef(Py_False)) < 0)
         Py_CLEAR(frame);
     return frame;
@@ -618,7 +617,6 @@ intern_alone(void)
            && (str_append = PyUnicode_InternFromString("append")) != NULL
            && (str_areas = PyUnicode_InternFromString("areas")) != NULL
            && (str_arrivals = PyUnicode_InternFromString("arrivals")) != NULL
-           && (str_batch_nbytes = PyUnicode_InternFromString("batch_nbytes")) != NULL
            && (str_batches_unanswered = PyUnicode_InternFromString("batches_unanswered")) != NULL
            && (str_blocked = PyUnicode_InternFromString("blocked")) != NULL
            && (str_busy = PyUnicode_InternFromString("busy")) != NULL
@@ -659,5 +657,6 @@ intern_alone(void)
            && (str_times = PyUnicode_InternFromString("times")) != NULL
            && (str_touched = PyUnicode_InternFromString("touched")) != NULL
            && (str_try_send = PyUnicode_InternFromString("try_send")) != NULL
+           && (str_turn_nbytes = PyUnicode_InternFromString("turn_nbytes")) != NULL
            && (str_unanswered = PyUnicode_InternFromString("unanswered")) != NULL;
 }

@@ -13,6 +13,7 @@ from mq.mesh import wire
 from mq.mesh.backlog import Backlog
 from mq.mesh.config import Config
 from mq.mesh.frame import Frame
+from mq.mesh.large import INLINE_BYTES, SMALL_BYTES
 from mq.mesh.pace import _PROBE_BYTES, FIRST_BYTES, LEAST_BYTES, WAIT_SECONDS, Pace
 
 SLOW = 50e6 / 8
@@ -143,8 +144,8 @@ def test_a_small_message_waits_for_little_on_a_slow_wire(
     assert len(got) == 3 + 20
 
 
-@pytest.mark.parametrize("nbytes", [20_000, 100_000])
-def test_a_small_message_waits_for_few_batches_on_a_slow_wire(nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [SMALL_BYTES + 1, INLINE_BYTES])
+def test_a_small_message_waits_for_few_that_have_no_body(nbytes: int) -> None:
     """Also while a publisher waits for credit, for which it has all sent at once."""
     path = Wire(SLOW, MIB, 0)
     stream = bytes(nbytes)
@@ -180,6 +181,33 @@ def test_a_small_message_waits_for_few_batches_on_a_slow_wire(nbytes: int) -> No
     got += path.b.payloads()
     assert got.count(stream) == count
     assert got.count(SMALL) == 6 == len(got) - count
+
+
+@LINKS
+@pytest.mark.parametrize("speed", [SLOW, FAST])
+def test_messages_without_a_body_have_their_share(
+    speed: float, chunk_bytes: int, whole_bytes: int
+) -> None:
+    """As many bytes of 100 KB each leave as of 20 MB each, or about so."""
+    path = Wire(speed, chunk_bytes, whole_bytes)
+    middle = bytes(100_000)
+    for topic in "tu":  # who publishes gets more of the window
+        assert path.a.publish(topic, SMALL)
+        path.carry_all()
+        path.world.settle()
+    path.b.payloads()
+    path.world.settle()
+    for _ in range(3):
+        path.send(LARGE)
+    for _ in range(400):
+        assert path.a.publish("u", middle)
+    bodies = heads = 0
+    for _ in range(10):
+        bodies += path.carry()
+    while bodies < 2 * len(LARGE):
+        heads += len(path.flight()[0][0])
+        bodies += path.carry()
+    assert heads > 0.3 * bodies
 
 
 @LINKS

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from mq.mesh import wire
 from mq.mesh.feed import Feed
 from mq.mesh.frame import Frame, chunk_frame, unlent
-from mq.mesh.large import INLINE_BYTES, Large, Take
+from mq.mesh.large import Large, Take
 from mq.mesh.outgoing import BATCH_BYTES, BATCH_MESSAGES, NO_LIMIT, Outgoing, Topic
 from mq.mesh.pace import Pace
 from mq.mesh.wire import Malformed
@@ -55,7 +55,7 @@ class Backlog:
         most_unanswered: How many bytes of bodies may be under way without an answer,
             if the wire does not hold more; None: any.
         pace: How many of them the connection takes in a short while.
-        under_way: How many bytes of bodies and full batches the frames have.
+        under_way: How many bytes of bodies the frames have.
         answer_bytes: What those of them take that answer the peer.
     """
 
@@ -141,27 +141,20 @@ class Backlog:
                 # A keep-last feed comes back when its message has been received.
                 del busy[feed]
                 continue
-            if isinstance(message.data, Large):
+            if message.takes_turns:
                 if parts:
                     break
                 busy.move_to_end(feed)
                 if self.is_ahead():
                     continue
-                feed, message, large = self._least_served(feed, message, message.data)
-                # What has begun in chunks goes on so, where another link lends, too.
-                if self.lends and large.block is not None and feed.progress is None:
-                    self._append_lent(feed, message, large, large.block)
-                else:
-                    self._append_chunk(feed, message, large)
-                served = max(feed.served, self.served) + self.frames[-1].large_nbytes
+                feed, message = self._least_served(feed, message)
+                self._append_part(feed, message)
+                served = max(feed.served, self.served) + self.frames[-1].served_nbytes
                 feed.served = served
                 if waiting == 1:  # what others have had before is made up for by this
                     self.served = served
                 return True
-            room = INLINE_BYTES - size
-            if parts and len(message.data) > room:
-                break
-            run = feed.small(message, BATCH_MESSAGES - count, BATCH_BYTES - size, room)
+            run = feed.small(message, BATCH_MESSAGES - count, BATCH_BYTES - size)
             parts += wire.pack_run(feed.subscription, *run)
             size += sum(map(len, run.areas))
             count += len(run.areas)
@@ -173,10 +166,7 @@ class Backlog:
                 break
         if not parts:
             return False
-        frame = Frame(wire.DATA, self.number + 1, parts, flags, completes)
-        if size >= BATCH_BYTES:
-            frame.batch_nbytes = size
-        self._append(frame)
+        self._append(Frame(wire.DATA, self.number + 1, parts, flags, completes))
         for feed, sequence in completes:
             feed.framed(sequence)
             feed.topic.trim()
@@ -186,31 +176,29 @@ class Backlog:
         self.batch_at = None
         return True
 
-    def _least_served(
-        self, feed: Feed, message: Outgoing, large: Large
-    ) -> tuple[Feed, Outgoing, Large]:
-        """Who has a large message and has had the fewest bytes, and the message.
+    def _least_served(self, feed: Feed, message: Outgoing) -> tuple[Feed, Outgoing]:
+        """Whose turn it is, who has had the fewest bytes, and the message.
 
         Or about so: thousands of them are not looked at for each message. Who had none
         to be sent for a while has no claim to what others had meanwhile.
 
         Args:
-            feed: One that has a large message, which is the next one.
+            feed: One whose next message takes turns, which is `message`.
         """
         if feed.served == NO_LIMIT:
             feed.served = self.served
         least = feed.served
         if least <= self.served + SLACK_BYTES:
-            return feed, message, large
+            return feed, message
         for other in self.busy:
             if other.served < least:
                 head = other.head()
-                if head is not None and isinstance(head.data, Large):
-                    feed, message, large, least = other, head, head.data, other.served
+                if head is not None and head.takes_turns:
+                    feed, message, least = other, head, other.served
                 else:
                     other.served = NO_LIMIT
         self.served = max(self.served, least)
-        return feed, message, large
+        return feed, message
 
     def is_ahead(self, part: float = 1.0) -> bool:
         """Whether this part of what may be under way without an answer is."""
@@ -218,6 +206,28 @@ class Backlog:
         if self.most_unanswered is not None:
             most = min(most, max(self.most_unanswered, self.pace.held))
         return self.under_way >= part * most
+
+    def _append_part(self, feed: Feed, message: Outgoing) -> None:
+        """Frame what is next of a message that takes turns: all of it, or a chunk."""
+        data = message.data
+        if not isinstance(data, Large):
+            self._append_inline(feed, message, data)
+        # What has begun in chunks goes on so, where another link lends, too.
+        elif self.lends and data.block is not None and feed.progress is None:
+            self._append_lent(feed, message, data, data.block)
+        else:
+            self._append_chunk(feed, message, data)
+
+    def _append_inline(self, feed: Feed, message: Outgoing, data: bytes) -> None:
+        number, sequence = self.number + 1, message.sequence
+        run = wire.pack_run(feed.subscription, sequence, [message.published_at], [data])
+        flags = 0 if feed.keep is None else wire.FLAG_ANSWER
+        frame = Frame(wire.DATA, number, run, flags, [(feed, sequence)])
+        frame.turn_nbytes = len(data)
+        self._append(frame)
+        self.batches_unanswered += 1
+        feed.framed(sequence)
+        feed.topic.trim()
 
     def _append_lent(
         self, feed: Feed, message: Outgoing, large: Large, block: Block

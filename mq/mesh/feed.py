@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mq.errors import MOST_SHOWN
-from mq.mesh.large import Large
+from mq.mesh.large import SMALL_BYTES, Large
 from mq.mesh.outgoing import NO_LIMIT, Outgoing, size_of
 
 if TYPE_CHECKING:
     from mq.mesh.outgoing import Topic
     from mq.mesh.session import Session
     from mq.mesh.wire import Subscribe
+
+
+def _joins_batches(area: bytes | Large) -> bool:
+    return type(area) is bytes and len(area) <= SMALL_BYTES
 
 
 class Small(NamedTuple):
@@ -160,13 +164,12 @@ class Feed:
         position = self.position()
         return topic.message(position) if position <= topic.newest else None
 
-    def small(self, head: Outgoing, messages: int, nbytes: int, most: int) -> Small:
+    def small(self, head: Outgoing, messages: int, nbytes: int) -> Small:
         """The small messages to be framed next, of which `head` is the first.
 
         Args:
             messages: How many at most.
             nbytes: After how many bytes it is enough.
-            most: How many bytes at most; `head` has no more.
         """
         if self.keep is not None or head is self.late:
             assert isinstance(head.data, bytes)
@@ -178,11 +181,11 @@ class Feed:
             return Small(head.sequence, [head.published_at], [head.data])
         run = log[start : start + messages]
         areas: list[Any] = [logged[1] for logged in run]
-        if Large in set(map(type, areas)):
-            areas = list(takewhile(lambda area: type(area) is bytes, areas))
+        if Large in set(map(type, areas)) or max(map(len, areas)) > SMALL_BYTES:
+            areas = list(takewhile(_joins_batches, areas))
         sums = list(accumulate(map(len, areas)))
         if sums[-1] > nbytes:
-            del areas[min(bisect_left(sums, nbytes) + 1, bisect_right(sums, most)) :]
+            del areas[bisect_left(sums, nbytes) + 1 :]
         times = [logged[0] for logged in run[: len(areas)]]
         return Small(head.sequence, times, areas)
 

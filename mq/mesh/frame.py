@@ -21,11 +21,10 @@ class Frame:
         completes: Subscriptions, and the last message of each that the frame completes.
         large, chunk: A large message, and the index of its chunk in the frame.
         part: Where in the chunk's body that of the frame begins and ends; None: all.
-        batch_nbytes: Size of the messages of a batch that is full.
+        turn_nbytes: Size of a message that had its topic's turn, though it has no body.
     """
 
     __slots__ = (
-        "batch_nbytes",
         "chunk",
         "completes",
         "flags",
@@ -35,6 +34,7 @@ class Frame:
         "part",
         "parts",
         "sent_before",
+        "turn_nbytes",
     )
 
     def __init__(
@@ -56,14 +56,14 @@ class Frame:
         self.large = large
         self.chunk = chunk
         self.part = part
-        self.batch_nbytes = 0
         self.sent_before = False
+        self.turn_nbytes = 0
 
     @property
     def body_nbytes(self) -> int:
-        """Of a body in host memory, or a full batch; 0: there is neither."""
+        """Size of the body in host memory, or of what is none; 0: there is neither."""
         if self.large is None or self.kind == wire.LENT:
-            return self.batch_nbytes
+            return self.turn_nbytes
         if self.part is not None:
             begin, end = self.part
             return end - begin
@@ -71,9 +71,10 @@ class Frame:
         return 0 if chunk is None or chunk.view is None else len(chunk.view)
 
     @property
-    def large_nbytes(self) -> int:
-        """How much of a large message it brings, wherever that is."""
-        assert self.large is not None
+    def served_nbytes(self) -> int:
+        """How much it brings of a message that takes turns, wherever that is."""
+        if self.large is None:
+            return self.turn_nbytes
         if self.kind == wire.LENT:
             return len(self.large)
         chunk = self.large.chunks[self.chunk]

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from mq.segments import Block
     from mq.transport import Link
 
+SMALL_BYTES: Final = 32 * 1024
+"""Messages up to this size travel in batches; larger ones in their topics' turns."""
 INLINE_BYTES: Final = 120 * 1024
-"""Messages up to this size travel in batches; larger ones in chunks of their own.
-
-With what a batch has beside them they fit into `MAX_HEAD_BYTES`.
-"""
+"""Messages up to this size are a frame's head, within `MAX_HEAD_BYTES`; larger ones
+travel in chunks, which have more to them than it takes to copy as much twice."""
 GATHER_BYTES: Final = 64 * 1024
 """Pieces below this size travel in heads of chunks, up to as many bytes together."""
 MOST_CHUNKS: Final = 32

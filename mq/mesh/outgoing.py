@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from mq import speed
 from mq.errors import MessageTooLarge
 from mq.mesh.atomic import append_to_all
-from mq.mesh.large import INLINE_BYTES, Cutting, Large, Take, cut, whole
+from mq.mesh.large import SMALL_BYTES, Cutting, Large, Take, cut, whole
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
@@ -39,6 +39,12 @@ class Outgoing(NamedTuple):
     published_at: float
     data: bytes | Large
     sequence: int
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it joins no batch, but has a frame, or chunks, of its own."""
+        data = self.data
+        return type(data) is not bytes or len(data) > SMALL_BYTES
 
 
 _new_outgoing = tuple.__new__  # what it calls, with one call less for each message
@@ -238,7 +244,7 @@ class Topic:
         messages = self.limit_sequence - base
         nbytes = self.limit_total - self.total()
         until = now + 1.0
-        if self.limit_message < INLINE_BYTES or not self.feeds:
+        if self.limit_message < SMALL_BYTES or not self.feeds:
             return
         for feed in self.feeds:
             batch_at = feed.session.batch_at
@@ -251,4 +257,4 @@ class Topic:
             nbytes = min(nbytes, BATCH_BYTES - feed.queued_bytes())
         # The last one is left to `publish`, which sends the batch or waits for credit.
         log = self.view[2]
-        self.gate.open(log, messages - 1, nbytes, wall + until - now, INLINE_BYTES)
+        self.gate.open(log, messages - 1, nbytes, wall + until - now, SMALL_BYTES)

@@ -1,4 +1,4 @@
-"""How many bytes of messages a peer's connection takes in a short while."""
+"""How much of large messages a peer's connection takes in a short while."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ _NOTHING: Final = 1 << 64
 
 class Pace:
     """What may be under way to a peer, by how long its answers take.
-
-    Bodies of large messages, that is, and batches that are full.
 
     One frame is timed at a time. All that was under way when it left has arrived by the
     time it is answered, so that is how long any other message would have waited. Where
@@ -82,11 +80,8 @@ class Pace:
         Args:
             ahead: How many bytes of bodies are under way with it.
         """
-        if self.timed != _NOTHING or not self.is_bounded:
-            return
-        if self._probes and ahead > 2 * self.window:  # it did not wait for its turn
-            return
-        self.timed, self._ahead, self._since = number, ahead, now
+        if self.timed == _NOTHING and self.is_bounded:
+            self.timed, self._ahead, self._since = number, ahead, now
 
     def answered(self, now: float) -> None:
         """The frame that is timed has arrived."""

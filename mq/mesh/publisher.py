@@ -126,7 +126,7 @@ class Publisher:
             topic.stats.nobody += 1
             topic.trim()
         elif (
-            type(data) is Large
+            message.takes_turns
             or len(topic.view[2]) == 1
             or not len(topic.view[2]) % _TRIM_EVERY
         ):

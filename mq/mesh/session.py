@@ -256,7 +256,7 @@ class Session(Backlog):
         frames = self.frames
         while True:
             if self.sent == len(frames):
-                if self.busy and not self._batch_due(now, flush):
+                if self.busy and not (flush or self._batch_due(now)):
                     break
                 if not (self.busy and self._frame_next()):
                     self.batch_at = None
@@ -274,31 +274,25 @@ class Session(Backlog):
             self.answer(now)
         return self.stats.sent_frames != before
 
-    def _batch_due(self, now: float, flush: bool) -> bool:
+    def _batch_due(self, now: float) -> bool:
         if not self.batches_unanswered:
             return True
-        is_ahead = self.is_ahead()
         if self.batch_at is not None and now >= self.batch_at:
-            flush = True
-        if flush and not is_ahead:
             return True
         messages = nbytes = 0
         for feed in self.busy:
             head = feed.head()
-            if head is not None and type(head.data) is Large:
-                if is_ahead:
+            if head is not None and head.takes_turns:
+                if self.is_ahead():
                     continue
                 return True
             messages += feed.queued()
             nbytes += feed.queued_bytes()
-            if nbytes >= BATCH_BYTES:
-                self.batch_at = None  # it waits for an answer, and for no time
-                return not is_ahead
-            if messages >= BATCH_MESSAGES:
+            if messages >= BATCH_MESSAGES or nbytes >= BATCH_BYTES:
                 return True
-        if self.batch_at is None and messages and not flush:
+        if self.batch_at is None and messages:
             self.batch_at = now + ANSWER_SECONDS
-        return flush and messages > 0
+        return False
 
     def _transmit(self, conn: Conn, frame: Frame, now: float) -> bool:
         head = wire.HEADER.pack(
