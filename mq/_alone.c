@@ -16,7 +16,7 @@
 #define HEADER_BYTES 20 /* mq.mesh.wire.HEADER */
 #define ALONE_BYTES 28  /* mq.mesh.wire.ALONE */
 #define DATA 10         /* mq.mesh.wire.DATA */
-#define MOST_BYTES (1 << 30) /* more than any small message has */
+#define MOST_BYTES (32 * 1024) /* mq.mesh.large.SMALL_BYTES */
 #define ANSWER_FRAMES 64     /* mq.mesh.session.ANSWER_FRAMES */
 #define ANSWER_SECONDS 0.001 /* mq.mesh.session.ANSWER_SECONDS */
 #define MAX_SEQUENCE INT64_MAX

@@ -221,11 +221,11 @@ class Backlog:
     def _append_inline(self, feed: Feed, message: Outgoing, data: bytes) -> None:
         number, sequence = self.number + 1, message.sequence
         run = wire.pack_run(feed.subscription, sequence, [message.published_at], [data])
-        flags = 0 if feed.keep is None else wire.FLAG_ANSWER
+        answers = feed.keep is not None or self.is_ahead(ANSWERED_PART)
+        flags = wire.FLAG_ANSWER if answers else 0
         frame = Frame(wire.DATA, number, run, flags, [(feed, sequence)])
         frame.turn_nbytes = len(data)
         self._append(frame)
-        self.batches_unanswered += 1
         feed.framed(sequence)
         feed.topic.trim()
 
@@ -319,7 +319,7 @@ class Backlog:
             frames.popleft()
             if self.sent:
                 self.sent -= 1
-            if frame.kind == wire.DATA:
+            if frame.is_batch:
                 self.batches_unanswered -= 1
             elif frame.kind in wire.ANSWERS:
                 self.answer_bytes -= _weight(frame)
@@ -338,7 +338,7 @@ class Backlog:
         """Derive again what an exception in mid-frame may have left undone."""
         for number, frame in enumerate(self.frames, self.first_lacking()):
             frame.number = number
-        self.batches_unanswered = sum(f.kind == wire.DATA for f in self.frames)
+        self.batches_unanswered = sum(f.is_batch for f in self.frames)
         self.under_way = sum(f.body_nbytes for f in self.frames)
         answers = (f for f in self.frames if f.kind in wire.ANSWERS)
         self.answer_bytes = sum(map(_weight, answers))

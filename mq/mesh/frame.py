@@ -60,6 +60,11 @@ class Frame:
         self.turn_nbytes = 0
 
     @property
+    def is_batch(self) -> bool:
+        """Whether it has small messages, the next of which wait for its answer."""
+        return self.kind == wire.DATA and not self.turn_nbytes
+
+    @property
     def body_nbytes(self) -> int:
         """Size of the body in host memory, or of what is none; 0: there is neither."""
         if self.large is None or self.kind == wire.LENT:

@@ -223,9 +223,10 @@ class Session(Backlog):
             or self.sent != len(self.frames)
             or feed.keep is not None
             or feed.late is not None
-            or type(data) is not bytes
+            or message.takes_turns
         ):
             return False
+        assert isinstance(data, bytes)
         sequence = message.sequence
         head = wire.ALONE.pack(
             feed.subscription, 1, sequence, message.published_at, len(data)
