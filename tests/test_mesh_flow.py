@@ -974,6 +974,23 @@ def test_a_batch_fits_into_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.9 * large.INLINE_BYTES < longest <= MAX_HEAD_BYTES
 
 
+def test_a_small_message_waits_for_no_answer_to_one_that_takes_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is behind that on the wire, and nowhere else."""
+    monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", large.INLINE_BYTES)
+    world = subscribed("a", "b", topics=["t", "u"])
+    publish_once(world)
+    batches = frames_to(world, world["b"], wire.DATA)
+    payloads = [bytes(large.SMALL_BYTES + 1), b"small"]
+    for topic, payload in zip("tu", payloads, strict=True):
+        assert world["a"].publish(topic, payload)
+    world.net.deliver_all()
+    assert len(batches) == 2
+    world.settle()
+    assert world["b"].payloads() == payloads
+
+
 def test_unsubscribing_ends_the_old_stream_for_good() -> None:
     """A new subscription to the same topic never sees what was under way."""
     world = subscribed("a", "b")
