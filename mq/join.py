@@ -385,13 +385,11 @@ def _config(
 
 def versions() -> dict[str, str]:
     """Of what both ends of a connection should have alike, as peers are told them."""
-    import platform
-
-    packages = {name: _version(name) for name in ("tensormq", "torch")}
-    return {"python": platform.python_version(), **packages}
+    found = {name: _version(name) for name in ("tensormq", "torch")}
+    return {"python": sys.version.split()[0], **found}
 
 
-@functools.cache  # it takes a part of a millisecond to look that up
+@functools.cache  # it takes some milliseconds to look that up
 def _version(package: str) -> str:
     from importlib import metadata
 
