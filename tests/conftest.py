@@ -179,6 +179,8 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Any:
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the scripted network payloads above `world.INLINE_BYTES` are large ones."""
     monkeypatch.setattr("mq.mesh.publisher.INLINE_BYTES", INLINE_BYTES)
+    for module in ("outgoing", "feed"):  # and those above half of it take turns
+        monkeypatch.setattr(f"mq.mesh.{module}.SMALL_BYTES", INLINE_BYTES // 2)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def small_messages_do_not_overtake_large_ones(group: Group) -> None:
     """Messages of one chunk, of many and of none keep their order on one topic."""
     writer, reader = group.members("writer", "reader")
     reader.subscribe("t")
-    sizes = [3 * MIB, 10, 0, 200_000, MIB, 1, 5 * MIB, 64, 64]
+    sizes = [3 * MIB, 10, 0, 200_000, MIB, 1, 60_000, 5 * MIB, 64, 90_000, 64]
     running = writer.begin(programs.publish_patterns, "t", sizes)
     got = reader.run(programs.receive, len(sizes))
     assert [m.digest for m in got] == running.result()

@@ -24,7 +24,7 @@ def every_size_from_nothing_to_many_chunks_arrives(group: Group) -> None:
     """Around each boundary that an implementation may have."""
     a, b = group.members("a", "b")
     b.subscribe("t")
-    edges = (64, 64 * KIB, 128 * KIB, MIB, 4 * MIB)
+    edges = (64, 32 * KIB, 64 * KIB, 120 * KIB, 128 * KIB, MIB, 4 * MIB)
     sizes = [0, 1] + [n + d for n in edges for d in (-65, -64, -1, 0, 1, 64)]
     running = a.begin(programs.publish_patterns, "t", [max(n, 0) for n in sizes])
     got = b.run(programs.receive, len(sizes))
