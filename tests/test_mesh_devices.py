@@ -17,7 +17,7 @@ from mq.devices import Landing, Piece
 from mq.errors import CodecError, MessagesLost, MessageTooLarge
 from mq.frames import Frames
 from mq.mesh import wire
-from mq.mesh.large import Cutting, cut
+from mq.mesh.cutting import Cutting, cut
 from mq.mesh.publisher import Publisher
 
 HOST = bytes(range(192))

@@ -8,7 +8,7 @@ from world import WHOLE_BYTES, Member, World, subscribed
 
 from mq.codec import Codec
 from mq.mesh import wire
-from mq.mesh.large import whole
+from mq.mesh.cutting import whole
 from mq.transport import Conn
 
 LARGE = bytes(range(250)) * 6

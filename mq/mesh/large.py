@@ -1,29 +1,24 @@
-"""Messages that travel in chunks: how they are cut, and whose memory they are in."""
+"""Messages that travel in chunks, and whose memory they are in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from mq.buffers import copy
 from mq.errors import CodecError, first_line
-from mq.frames import ALIGNMENT, align
-from mq.transport import CHUNK_BYTES, PIECE_BYTES
+from mq.frames import align
+from mq.transport import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from mq.devices import Piece
-    from mq.frames import Frames
     from mq.segments import Block
-    from mq.transport import Link
 
 SMALL_BYTES: Final = 32 * 1024
 """Messages up to this size travel in batches; larger ones in their topics' turns."""
 INLINE_BYTES: Final = 120 * 1024
 """Messages up to this size are a frame's head, within `MAX_HEAD_BYTES`; larger ones
 travel in chunks, which have more to them than it takes to copy as much twice."""
-GATHER_BYTES: Final = 64 * 1024
-"""Pieces below this size travel in heads of chunks, up to as many bytes together."""
 MOST_CHUNKS: Final = 32
 """Chunks of a message, as far as the links carry larger ones than `CHUNK_BYTES`."""
 _SLICE_ALIGNMENT: Final = 4096
@@ -138,7 +133,9 @@ class Large:
     def _cut_own(self, memory: memoryview) -> None:
         """Cut memory that holds all of it."""
         chunks: list[Chunk | None] = []
-        for begin, slice_ in _slices(memory, _usual(self._nbytes, self._chunk_bytes)):
+        for begin, slice_ in slices(
+            memory, usual_bytes(self._nbytes, self._chunk_bytes)
+        ):
             chunk = Chunk(begin, b"", slice_)
             chunk.owned = True
             chunks.append(chunk)
@@ -220,113 +217,13 @@ def _copy(piece: Piece, into: memoryview) -> None:
         ) from error
 
 
-class Cutting(NamedTuple):
-    """How messages are cut, so that every link carries what comes out.
-
-    Attributes:
-        chunk_bytes: What the links carry. Only messages of many times that size are cut
-            so coarsely: several chunks must be under way for the copies at both ends to
-            overlap, and another topic's message waits for one of them.
-        least_chunk_bytes: The size of the chunks of smaller messages.
-        piece_bytes: The size of tensors, all but the last of an area.
-        mixes: Whether no message may be one body, whatever its connection says.
-    """
-
-    chunk_bytes: int
-    least_chunk_bytes: int = CHUNK_BYTES
-    piece_bytes: int = PIECE_BYTES
-    mixes: bool = False
-
-    @classmethod
-    def of(cls, links: Sequence[Link]) -> Cutting:
-        """What suits all of these links."""
-        chunk_bytes = min(link.chunk_bytes for link in links)
-        return cls(
-            chunk_bytes,
-            min(chunk_bytes, *(link.least_chunk_bytes for link in links)),
-            min(link.piece_bytes for link in links),
-            any(link.mixes for link in links),
-        )
-
-
-def whole(frames: Frames, take: Take, lead: int = 0) -> Large:
-    """An area as one chunk, in memory of the pool.
-
-    It costs one frame, and its receiver may keep it in the memory in which it arrives,
-    as nothing has to be put together there.
-
-    Args:
-        lead: Of the links that carry it; see `Conn.lead`.
-    """
-    skipped = -lead % ALIGNMENT
-    memory = take(skipped + lead + frames.nbytes)[skipped:]
-    memory[:lead] = bytes(lead)
-    area = memory[lead:]
-    end = 0
-    for start, piece in frames.segments():
-        area[end:start] = bytes(start - end)
-        end = start + len(piece)
-        copy(piece, area[start:end], frames.nbytes)
-    area[end:] = bytes(len(area) - end)
-    chunk = Chunk(0, b"", memory, lead=lead)
-    chunk.owned = True
-    large = Large(frames.nbytes, [chunk])
-    large.owned = True
-    return large
-
-
-def cut(frames: Frames, cutting: Cutting, most: int = 0) -> Large:
-    """Cut an area into chunks: slices of its large pieces, small ones with the next.
-
-    Args:
-        most: As large as this they do no harm; see `Conn.whole_bytes`.
-    """
-    least = max(cutting.least_chunk_bytes, min(cutting.chunk_bytes, most))
-    chunk_bytes = _usual(frames.nbytes, cutting.chunk_bytes, least)
-    chunks: list[Chunk | None] = []
-    gathered = min(GATHER_BYTES, chunk_bytes)
-    offset, part = 0, b""
-    for start, view in frames.segments():
-        if len(view) < gathered:
-            if part and start + len(view) - offset <= gathered:
-                part += bytes(start - offset - len(part)) + view
-                continue
-            if part:
-                chunks.append(Chunk(offset, part, None))
-            offset, part = start, bytes(view)
-            continue
-        for begin, slice_ in _slices(view, chunk_bytes):
-            if part:
-                chunks.append(Chunk(offset, part, slice_))
-                part = b""
-            else:
-                chunks.append(Chunk(start + begin, b"", slice_))
-    if not frames.areas:
-        if part:
-            chunks.append(Chunk(offset, part, None))
-        return Large(frames.nbytes, chunks)
-    for index, area in enumerate(frames.areas):
-        start = 0
-        for piece in area.pieces(cutting.piece_bytes):
-            if not part:
-                offset = frames.nbytes
-            chunks.append(Chunk(offset, part, None, piece, index, start))
-            start += len(piece)
-            part = b""
-    return Large(
-        frames.nbytes,
-        chunks,
-        chunk_bytes=chunk_bytes,
-        areas=tuple(area.nbytes for area in frames.areas),
-        devices=frozenset(area.device for area in frames.areas),
-    )
-
-
-def _usual(nbytes: int, chunk_bytes: int, least: int = CHUNK_BYTES) -> int:
+def usual_bytes(nbytes: int, chunk_bytes: int, least: int = CHUNK_BYTES) -> int:
+    """How large the chunks are of a message of so many bytes."""
     return min(chunk_bytes, max(least, nbytes // MOST_CHUNKS))
 
 
-def _slices(view: memoryview, chunk_bytes: int) -> Iterator[tuple[int, memoryview]]:
+def slices(view: memoryview, chunk_bytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Parts of it that are about equal, each with its offset."""
     count = -(-len(view) // chunk_bytes)
     step = -(-len(view) // count)
     step = min(chunk_bytes, -(-step // _SLICE_ALIGNMENT) * _SLICE_ALIGNMENT)

@@ -18,12 +18,13 @@ from mq.log import Log
 from mq.mesh import wire
 from mq.mesh.burial import bury
 from mq.mesh.config import Config
+from mq.mesh.cutting import Cutting
 from mq.mesh.dial import Dial
 from mq.mesh.dialling import Dialling
 from mq.mesh.faults import Faults
 from mq.mesh.greeting import Greetings
 from mq.mesh.handshake import Greeting
-from mq.mesh.large import Cutting, Take
+from mq.mesh.large import Take
 from mq.mesh.liveness import Liveness
 from mq.mesh.publisher import Publisher
 from mq.mesh.reader import Reader

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from mq import speed
 from mq.errors import MessageTooLarge
 from mq.mesh.atomic import append_to_all
-from mq.mesh.large import SMALL_BYTES, Cutting, Large, Take, cut, whole
+from mq.mesh.cutting import MOST_JOINED_BYTES, Cutting, cut, whole
+from mq.mesh.large import SMALL_BYTES, Large, Take
 from mq.stats import TopicStats
 
 if TYPE_CHECKING:
@@ -187,7 +188,8 @@ class Topic:
             lead = max(feed.session.lead for feed in feeds)
             large = whole(frames, take, lead)
         else:
-            large = cut(frames, cutting, most)
+            joins = frames.nbytes <= MOST_JOINED_BYTES and (retain or self.feeds)
+            large = cut(frames, cutting, most, take if joins else None)
         # Now: later there would be nobody to tell that it cannot be copied.
         if any(large.must_be_staged(feed.session.devices) for feed in self.feeds):
             large.stage(take)

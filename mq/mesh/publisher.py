@@ -10,8 +10,9 @@ from mq.errors import CodecError
 from mq.log import Log
 from mq.mesh import wire
 from mq.mesh.atomic import append_each
+from mq.mesh.cutting import Cutting
 from mq.mesh.feed import Feed
-from mq.mesh.large import INLINE_BYTES, Cutting, Large, Take
+from mq.mesh.large import INLINE_BYTES, Large, Take
 from mq.mesh.outgoing import Outgoing, Topic
 from mq.mesh.poller import cores
 from mq.mesh.session import Session
