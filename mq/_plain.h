@@ -6,6 +6,8 @@
 #include <stdint.h>
 
 #define LARGE (64 * 1024) /* mq.extensions.LARGE */
+#define MOST_LEVELS 16    /* mq.plain.MOST_LEVELS */
+#define ORDERED_DICT 5    /* mq.extensions */
 
 struct Parts;
 
@@ -28,14 +30,36 @@ typedef struct {
 #pragma GCC visibility push(hidden)
 /* NULL, perhaps with an exception: it is malformed, or of a kind left to the twin. */
 PyObject *take_value(Source *in, int levels, int is_key);
+/* An OrderedDict, of the body of its extension, which is all that is in the source. */
+PyObject *take_ordered(Source *body, int levels);
 /* What an extension of so many bytes stands for. */
-PyObject *take_described(Source *in, uint64_t size);
+PyObject *take_described(Source *in, uint64_t size, int levels);
 int grow(Buffer *out, size_t more);
 /* -1 without an exception: it is of a kind left to the twin. `levels` are around it. */
 int put_value(Buffer *out, PyObject *value, int levels);
 /* The same of what is no plain data. */
 int put_described(Buffer *out, PyObject *value);
 #pragma GCC visibility pop
+
+#define MOST_BEFORE 6 /* bytes before the body of an extension */
+
+/* What comes before the body of an extension, of at most 4 GiB; how many bytes that is. */
+static inline int
+put_before(unsigned char *place, size_t size, int code)
+{
+    static const unsigned char fixed[] = {[1] = 0xd4, [2] = 0xd5, [4] = 0xd6, [8] = 0xd7, [16] = 0xd8};
+    unsigned char *at = place;
+    if (size < sizeof fixed && fixed[size]) {
+        *at++ = fixed[size];
+    } else {
+        int log = size <= UINT8_MAX ? 0 : size <= UINT16_MAX ? 1 : 2;
+        *at++ = 0xc7 + log;
+        for (int shift = 8 << log; (shift -= 8) >= 0;)
+            *at++ = (unsigned char)(size >> shift);
+    }
+    *at++ = (unsigned char)code;
+    return (int)(at - place);
+}
 
 static inline void
 begin(Buffer *out, size_t size)

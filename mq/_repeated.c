@@ -15,11 +15,13 @@
 
 static const unsigned char TABLED[4] = {'M', 'Q', 1, 1}; /* mq.frames.TABLED */
 #define TABLE_BYTES 12      /* prefix and two numbers */
-#define LONGEST_HEADER 1024 /* mq.repeated.LONGEST_HEADER */
+#define LONGEST_HEADER 4096 /* mq.repeated.LONGEST_HEADER */
+#define MOST_HEADER (2 * LARGE) /* a skeleton, and a number for each tensor in it */
 #define ARRAY 16            /* mq.extensions */
 #define TENSOR 18
 
 static PyObject *tensor_type, *strided, *array_type;
+static PyObject *bytes_of_tensor, *bytes_of_array; /* `Kind.buffer` of mq/repeated.py */
 static PyObject *described_tensors, *described_arrays; /* by their descriptions */
 static PyObject *str_code, *str_data, *str_data_ptr, *str_dtype, *str_is_conj, *str_is_contiguous, *str_is_cpu,
     *str_is_neg, *str_is_nested, *str_layout, *str_nbytes, *str_requires_grad, *str_shape;
@@ -28,6 +30,7 @@ static PyObject *str_code, *str_data, *str_data_ptr, *str_dtype, *str_is_conj, *
 typedef struct {
     PyObject *values;
     Py_buffer view;
+    Py_ssize_t nbytes;
 } Part;
 
 /* Whether an attribute, or what a method returns, is this; -1: an exception. */
@@ -82,6 +85,38 @@ key_of(Part *part)
     return key;
 }
 
+static uint64_t
+u32(const unsigned char *place)
+{
+    return place[0] | place[1] << 8 | place[2] << 16 | (uint64_t)place[3] << 24;
+}
+
+static Py_ssize_t
+u64(const unsigned char *place)
+{
+    uint64_t value = u32(place) | u32(place + 4) << 32;
+    return value > PY_SSIZE_T_MAX / 2 ? -1 : (Py_ssize_t)value;
+}
+
+/* Whether the table of a header says that this buffer has so many bytes. */
+static int
+is_in_table(PyObject *header, Py_ssize_t n, Py_ssize_t nbytes)
+{
+    Py_ssize_t at = TABLE_BYTES + 8 * n;
+    const unsigned char *bytes = (const unsigned char *)PyBytes_AS_STRING(header);
+    return at + 8 <= PyBytes_GET_SIZE(header) && u64(bytes + at) == nbytes;
+}
+
+/* Where a tensor's bytes are; NULL: nowhere. */
+static void *
+place_of(PyObject *tensor)
+{
+    PyObject *pointer = PyObject_CallMethodNoArgs(tensor, str_data_ptr);
+    void *bytes = pointer == NULL ? NULL : PyLong_AsVoidPtr(pointer);
+    Py_XDECREF(pointer);
+    return bytes;
+}
+
 /* Its bytes go to `place`, where there is so much room; how many; -1: it is another. */
 static Py_ssize_t
 put_bytes(const Part *part, char *place, Py_ssize_t room)
@@ -98,10 +133,8 @@ put_bytes(const Part *part, char *place, Py_ssize_t room)
     if (nbytes <= 0 || nbytes > room)
         return -1;
     /* Last, for nothing may happen between the question and the copy. */
-    PyObject *pointer = PyObject_CallMethodNoArgs(part->values, str_data_ptr);
-    void *bytes = pointer == NULL ? NULL : PyLong_AsVoidPtr(pointer);
-    Py_XDECREF(pointer);
-    if (bytes == NULL) /* it has no memory */
+    void *bytes = place_of(part->values);
+    if (bytes == NULL)
         return -1;
     memcpy(place, bytes, nbytes);
     return nbytes;
@@ -112,7 +145,7 @@ static PyObject *
 lay_out(PyObject *header, Py_ssize_t nbytes, const Part *parts, Py_ssize_t count)
 {
     Py_ssize_t end = PyBytes_GET_SIZE(header);
-    PyObject *area = end > nbytes || nbytes > INLINE ? NULL : PyBytes_FromStringAndSize(NULL, nbytes);
+    PyObject *area = end > nbytes ? NULL : PyBytes_FromStringAndSize(NULL, nbytes);
     if (area == NULL)
         return NULL;
     char *bytes = PyBytes_AS_STRING(area);
@@ -120,7 +153,7 @@ lay_out(PyObject *header, Py_ssize_t nbytes, const Part *parts, Py_ssize_t count
     for (Py_ssize_t n = 0; n < count; n++) {
         Py_ssize_t start = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
         Py_ssize_t put = start > nbytes ? -1 : put_bytes(&parts[n], bytes + start, nbytes - start);
-        if (put < 0) {
+        if (put < 0 || !is_in_table(header, n, put)) {
             Py_DECREF(area);
             return NULL;
         }
@@ -132,14 +165,53 @@ lay_out(PyObject *header, Py_ssize_t nbytes, const Part *parts, Py_ssize_t count
     return area;
 }
 
+/* Its bytes where they are; NULL, perhaps with an exception: they are not its own. Torch
+   gives those of another tensor, or of none, where a mode is on or there is no memory. */
 static PyObject *
-area_of(PyObject *entry, const Part *parts, Py_ssize_t count)
+bytes_of(const Part *part)
+{
+    int is_array = part->view.obj != NULL;
+    PyObject *bytes = PyObject_CallOneArg(is_array ? bytes_of_array : bytes_of_tensor, part->values);
+    if (bytes != NULL
+        && (!PyMemoryView_Check(bytes)
+            || PyMemoryView_GET_BUFFER(bytes)->buf != (is_array ? part->view.buf : place_of(part->values))))
+        Py_CLEAR(bytes);
+    return bytes;
+}
+
+/* What `Frames` of mq/frames.py has of a larger one, of which nothing is copied. */
+static PyObject *
+refer(PyObject *header, Py_ssize_t nbytes, const Part *parts, Py_ssize_t count)
+{
+    Py_ssize_t end = PyBytes_GET_SIZE(header);
+    PyObject *buffers = PyList_New(0);
+    for (Py_ssize_t n = 0; buffers != NULL && n < count; n++) {
+        PyObject *bytes = bytes_of(&parts[n]);
+        Py_ssize_t size = bytes == NULL ? 0 : PyMemoryView_GET_BUFFER(bytes)->len;
+        if (bytes == NULL || !is_in_table(header, n, size) || PyList_Append(buffers, bytes) < 0)
+            Py_CLEAR(buffers);
+        end = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + size;
+        Py_XDECREF(bytes);
+    }
+    PyObject *all = buffers == NULL || end != nbytes ? NULL : PyList_AsTuple(buffers);
+    Py_XDECREF(buffers);
+    return all == NULL ? NULL : Py_BuildValue("(ONn)", header, all, nbytes);
+}
+
+static PyObject *
+message_of(PyObject *header, Py_ssize_t nbytes, const Part *parts, Py_ssize_t count)
+{
+    return (nbytes > INLINE ? refer : lay_out)(header, nbytes, parts, count);
+}
+
+static PyObject *
+known_message(PyObject *entry, const Part *parts, Py_ssize_t count)
 {
     PyObject *header;
     Py_ssize_t nbytes;
     if (!PyArg_ParseTuple(entry, "Sn", &header, &nbytes))
         return NULL;
-    return lay_out(header, nbytes, parts, count);
+    return message_of(header, nbytes, parts, count);
 }
 
 /* Looks the parts up; `names` are those of a dict, which precede the keys there. */
@@ -162,7 +234,7 @@ pack_parts(PyObject *headers, PyObject **names, Part *parts, Py_ssize_t count)
     PyObject *entry = key == NULL ? NULL : PyDict_GetItemWithError(headers, key);
     if (entry != NULL) {
         Py_INCREF(entry);
-        area = area_of(entry, parts, count);
+        area = known_message(entry, parts, count);
         Py_DECREF(entry);
     }
     Py_XDECREF(key);
@@ -222,24 +294,36 @@ pack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 struct Parts {
     PyObject *described;
-    Py_ssize_t count, nbytes[MOST_TENSORS];
-    Part all[MOST_TENSORS];
+    Py_ssize_t count, room;
+    Part *all, first[MOST_TENSORS];
 };
 
-/* The msgpack of an extension of at most 255 bytes. */
+static int
+make_room(struct Parts *parts)
+{
+    if (parts->count < parts->room)
+        return 0;
+    Py_ssize_t room = 2 * parts->room;
+    Part *all = PyMem_New(Part, room);
+    if (all == NULL)
+        return -1;
+    memcpy(all, parts->all, parts->count * sizeof *all);
+    if (parts->all != parts->first)
+        PyMem_Free(parts->all);
+    parts->all = all;
+    parts->room = room;
+    return 0;
+}
+
 static int
 put_extension(Buffer *out, long code, const char *data, Py_ssize_t size)
 {
-    static const unsigned char fixed[] = {[1] = 0xd4, [2] = 0xd5, [4] = 0xd6, [8] = 0xd7, [16] = 0xd8};
-    int is_fixed = size < (Py_ssize_t)sizeof fixed && fixed[size];
-    unsigned char *place = size > UINT8_MAX ? NULL : extend(out, (is_fixed ? 2 : 3) + size);
+    unsigned char *place = extend(out, MOST_BEFORE + size);
     if (place == NULL)
         return -1;
-    *place++ = is_fixed ? fixed[size] : 0xc7;
-    if (!is_fixed)
-        *place++ = (unsigned char)size;
-    *place++ = (unsigned char)code;
-    memcpy(place, data, size);
+    int before = put_before(place, size, (int)code);
+    memcpy(place + before, data, size);
+    out->size -= MOST_BEFORE - before;
     return 0;
 }
 
@@ -258,17 +342,17 @@ int
 put_described(Buffer *out, PyObject *value)
 {
     struct Parts *parts = out->parts;
-    if (parts->count == MOST_TENSORS)
+    if (make_room(parts) < 0)
         return -1;
     Part *part = &parts->all[parts->count];
-    part->values = value;
+    *part = (Part){.values = value};
     PyObject *key = key_of(part);
     PyObject *found = key == NULL ? NULL : PyDict_GetItemWithError(parts->described, key);
     Py_XINCREF(found);
     Py_XDECREF(key);
     Py_ssize_t nbytes = found == NULL ? -1 : size_of(part);
     int failed = -1;
-    if (nbytes > 0 && nbytes <= INLINE) {
+    if (nbytes > 0) {
         PyObject *code = PyObject_GetAttr(found, str_code);
         PyObject *data = code == NULL ? NULL : PyObject_GetAttr(found, str_data);
         if (data != NULL && PyLong_Check(code) && PyBytes_Check(data))
@@ -283,7 +367,8 @@ put_described(Buffer *out, PyObject *value)
         return -1;
     }
     part->values = Py_NewRef(value);
-    parts->nbytes[parts->count++] = nbytes;
+    part->nbytes = nbytes;
+    parts->count++;
     return 0;
 }
 
@@ -307,7 +392,7 @@ header_of(const Buffer *skeleton, const struct Parts *parts)
     put_little_endian(bytes + 4, skeleton->size, 4);
     put_little_endian(bytes + 8, parts->count, 4);
     for (Py_ssize_t n = 0; n < parts->count; n++)
-        put_little_endian(bytes + TABLE_BYTES + 8 * n, parts->nbytes[n], 8);
+        put_little_endian(bytes + TABLE_BYTES + 8 * n, parts->all[n].nbytes, 8);
     memcpy(bytes + start, skeleton->bytes, skeleton->size);
     return header;
 }
@@ -320,8 +405,8 @@ pack_skeleton(const Buffer *skeleton, const struct Parts *parts)
         return NULL;
     Py_ssize_t nbytes = PyBytes_GET_SIZE(header);
     for (Py_ssize_t n = 0; n < parts->count; n++)
-        nbytes = (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + parts->nbytes[n];
-    PyObject *area = lay_out(header, nbytes, parts->all, parts->count);
+        nbytes = (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + parts->all[n].nbytes;
+    PyObject *area = message_of(header, nbytes, parts->all, parts->count);
     Py_DECREF(header);
     return area;
 }
@@ -333,7 +418,8 @@ pack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_TypeError, "pack_mixed(payload, described)");
         return NULL;
     }
-    struct Parts parts = {.described = args[1]};
+    struct Parts parts = {.described = args[1], .room = MOST_TENSORS};
+    parts.all = parts.first;
     Buffer skeleton;
     begin(&skeleton, 0);
     skeleton.parts = &parts;
@@ -345,6 +431,8 @@ pack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         PyBuffer_Release(&parts.all[n].view);
         Py_DECREF(parts.all[n].values);
     }
+    if (parts.all != parts.first)
+        PyMem_Free(parts.all);
     return area_or_none(area);
 }
 
@@ -378,12 +466,6 @@ take_aligned(PyObject *module, PyObject *size)
     return aligned(nbytes);
 }
 
-static uint64_t
-u32(const unsigned char *place)
-{
-    return place[0] | place[1] << 8 | place[2] << 16 | (uint64_t)place[3] << 24;
-}
-
 static int
 is_in_a_row(const Py_buffer *view)
 {
@@ -392,12 +474,12 @@ is_in_a_row(const Py_buffer *view)
 
 /* As `header_bytes` of mq/frames.py, each number read once. */
 static Py_ssize_t
-header_bytes(const unsigned char *bytes, Py_ssize_t nbytes)
+header_bytes(const unsigned char *bytes, Py_ssize_t nbytes, uint64_t most)
 {
     if (nbytes < TABLE_BYTES || memcmp(bytes, TABLED, sizeof TABLED) != 0)
         return 0;
     uint64_t count = u32(bytes + 8), end = TABLE_BYTES + 8 * count + u32(bytes + 4);
-    return count && end <= LONGEST_HEADER && end <= (uint64_t)nbytes ? (Py_ssize_t)end : 0;
+    return count && end <= most && end <= (uint64_t)nbytes ? (Py_ssize_t)end : 0;
 }
 
 /* What a part of `_Known` makes of its bytes. */
@@ -448,7 +530,7 @@ own(PyObject *area, const Py_buffer *view)
 static PyObject *
 unpack_known(PyObject *whole, const Py_buffer *view, PyObject *known, PyObject *read_only)
 {
-    Py_ssize_t end = is_in_a_row(view) ? header_bytes(view->buf, view->len) : 0;
+    Py_ssize_t end = is_in_a_row(view) ? header_bytes(view->buf, view->len, LONGEST_HEADER) : 0;
     if (!end)
         Py_RETURN_NONE;
     PyObject *key = PyBytes_FromStringAndSize(view->buf, end);
@@ -494,13 +576,6 @@ struct Tensors {
     const unsigned char *sizes;
 };
 
-static Py_ssize_t
-u64(const unsigned char *place)
-{
-    uint64_t value = u32(place) | u32(place + 4) << 32;
-    return value > PY_SSIZE_T_MAX / 2 ? -1 : (Py_ssize_t)value;
-}
-
 /* What makes a tensor of this description, and of how many bytes; a new reference. */
 static PyObject *
 maker_of(const unsigned char *body, Py_ssize_t size, int code, Py_ssize_t *nbytes)
@@ -517,16 +592,11 @@ maker_of(const unsigned char *body, Py_ssize_t size, int code, Py_ssize_t *nbyte
     return maker;
 }
 
-PyObject *
-take_described(Source *in, uint64_t size)
+static PyObject *
+take_tensor(struct Tensors *tensors, const unsigned char *body, uint64_t size, int code)
 {
-    struct Tensors *tensors = in->tensors;
-    if (tensors == NULL || tensors->taken == tensors->count
-        || (uint64_t)(in->end - in->at) < size + 1)
+    if (tensors->taken == tensors->count)
         return NULL;
-    int code = *in->at++;
-    const unsigned char *body = in->at;
-    in->at += size;
     Py_ssize_t nbytes = 0;
     Py_ssize_t start = (tensors->end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     PyObject *maker = maker_of(body, (Py_ssize_t)size, code, &nbytes);
@@ -543,18 +613,23 @@ take_described(Source *in, uint64_t size)
     return made;
 }
 
-/* NULL, perhaps with an exception: it is left to the twin. */
-static PyObject *
-unpack_described(PyObject *whole, const Py_buffer *view, PyObject *read_only)
+PyObject *
+take_described(Source *in, uint64_t size, int levels)
 {
-    if (!is_in_a_row(view))
+    if (in->tensors == NULL || (uint64_t)(in->end - in->at) < size + 1)
         return NULL;
-    /* Of a copy: who shares the memory may write to it meanwhile. */
-    unsigned char bytes[LONGEST_HEADER];
-    Py_ssize_t nbytes = view->len < LONGEST_HEADER ? view->len : LONGEST_HEADER;
-    memcpy(bytes, view->buf, nbytes);
-    Py_ssize_t end = header_bytes(bytes, nbytes);
-    PyObject *area = end ? own(whole, view) : NULL;
+    int code = *in->at++;
+    Source body = {in->at, in->at + size, in->tensors};
+    in->at += size;
+    return code == ORDERED_DICT ? take_ordered(&body, levels)
+                                : take_tensor(in->tensors, body.at, size, code);
+}
+
+static PyObject *
+unpack_header(const unsigned char *bytes, Py_ssize_t end, PyObject *whole, const Py_buffer *view,
+              PyObject *read_only)
+{
+    PyObject *area = own(whole, view);
     if (area == NULL)
         return NULL;
     struct Tensors tensors = {area, read_only, .count = u32(bytes + 8), .end = end,
@@ -565,6 +640,32 @@ unpack_described(PyObject *whole, const Py_buffer *view, PyObject *read_only)
         && (in.at != in.end || tensors.taken != tensors.count || tensors.end != view->len))
         Py_CLEAR(payload);
     Py_DECREF(area);
+    return payload;
+}
+
+/* NULL, perhaps with an exception: it is left to the twin. */
+static PyObject *
+unpack_described(PyObject *whole, const Py_buffer *view, PyObject *read_only)
+{
+    if (!is_in_a_row(view))
+        return NULL;
+    /* Of a copy: who shares the memory may write to it meanwhile. */
+    unsigned char first[1024], *bytes = first;
+    Py_ssize_t copied = view->len < (Py_ssize_t)sizeof first ? view->len : (Py_ssize_t)sizeof first;
+    memcpy(bytes, view->buf, copied);
+    Py_ssize_t end = header_bytes(bytes, view->len, MOST_HEADER);
+    if (!end)
+        return NULL;
+    if (end > copied) {
+        bytes = PyMem_Malloc(end);
+        if (bytes == NULL)
+            return NULL;
+        memcpy(bytes, first, copied); /* what has been looked at */
+        memcpy(bytes + copied, (const char *)view->buf + copied, end - copied);
+    }
+    PyObject *payload = unpack_header(bytes, end, whole, view, read_only);
+    if (bytes != first)
+        PyMem_Free(bytes);
     return payload;
 }
 
@@ -586,25 +687,27 @@ unpack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 PyObject *
 know_tensors(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 3 || !PyDict_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "know_tensors(type, strided, described)");
+    if (nargs != 4 || !PyDict_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "know_tensors(type, strided, described, bytes_of)");
         return NULL;
     }
     Py_XSETREF(tensor_type, Py_NewRef(args[0]));
     Py_XSETREF(strided, Py_NewRef(args[1]));
     Py_XSETREF(described_tensors, Py_NewRef(args[2]));
+    Py_XSETREF(bytes_of_tensor, Py_NewRef(args[3]));
     Py_RETURN_NONE;
 }
 
 PyObject *
 know_arrays(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 2 || !PyDict_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "know_arrays(type, described)");
+    if (nargs != 3 || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "know_arrays(type, described, bytes_of)");
         return NULL;
     }
     Py_XSETREF(array_type, Py_NewRef(args[0]));
     Py_XSETREF(described_arrays, Py_NewRef(args[1]));
+    Py_XSETREF(bytes_of_array, Py_NewRef(args[2]));
     Py_RETURN_NONE;
 }
 

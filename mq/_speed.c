@@ -25,7 +25,6 @@
 #include "_spinning.h"
 
 static const char PREFIX[4] = {'M', 'Q', 1, 0}; /* mq.frames.PLAIN */
-#define MOST_LEVELS 16                          /* mq.plain.MOST_LEVELS */
 
 /* -- plain messages: encoding ---------- */
 
@@ -214,6 +213,59 @@ put_dict(Buffer *out, PyObject *dict, int levels)
     return n == count ? failed : -1;
 }
 
+/* The attribute of a state_dict that load_state_dict reads; NULL without an exception: it
+   has none. */
+static PyObject *
+metadata_of(PyObject *mapping)
+{
+    PyObject *found = PyObject_GetAttrString(mapping, "_metadata");
+    if (found == NULL && PyErr_ExceptionMatches(PyExc_AttributeError))
+        PyErr_Clear();
+    if (found == Py_None)
+        Py_CLEAR(found);
+    return found;
+}
+
+static int
+put_pairs(Buffer *out, PyObject *items, int levels)
+{
+    Py_ssize_t count = PyList_GET_SIZE(items);
+    int failed = put_count(out, 2 * count, 0x90, 0xdc);
+    for (Py_ssize_t n = 0; !failed && n < count; n++) {
+        PyObject *pair = PyList_GET_ITEM(items, n); /* the list is ours alone */
+        if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2)
+            return -1; /* of an `items` of its own */
+        failed = put_key(out, PyTuple_GET_ITEM(pair, 0)) < 0
+                     ? -1
+                     : put_value(out, PyTuple_GET_ITEM(pair, 1), levels);
+    }
+    return failed;
+}
+
+/* Among tensors alone: it is an extension, of which there are none in plain data. Its
+   order is not that of the dict that it is, too. */
+static int
+put_ordered(Buffer *out, PyObject *mapping, int levels)
+{
+    size_t start = out->size;
+    PyObject *metadata = metadata_of(mapping);
+    PyObject *items = PyErr_Occurred() ? NULL : PyMapping_Items(mapping);
+    int failed = items == NULL || extend(out, MOST_BEFORE) == NULL
+                 || put_number(out, metadata == NULL ? 0x91 : 0x92, 0, 0)
+                 || put_pairs(out, items, levels)
+                 || (metadata != NULL && put_value(out, metadata, levels));
+    Py_XDECREF(items);
+    Py_XDECREF(metadata);
+    if (failed)
+        return -1;
+    size_t size = out->size - start - MOST_BEFORE;
+    unsigned char *place = out->bytes + start;
+    int before = put_before(place, size, ORDERED_DICT);
+    memmove(place + before, place + MOST_BEFORE, size);
+    out->size -= MOST_BEFORE - before;
+    return 0;
+}
+
 /* -1 without an exception: it is of a kind left to the twin. `levels` are around it. */
 int
 put_value(Buffer *out, PyObject *value, int levels)
@@ -222,6 +274,8 @@ put_value(Buffer *out, PyObject *value, int levels)
         return levels < MOST_LEVELS ? put_list(out, value, levels + 1) : -1;
     if (PyDict_CheckExact(value))
         return levels < MOST_LEVELS ? put_dict(out, value, levels + 1) : -1;
+    if (out->parts != NULL && PyODict_CheckExact(value))
+        return levels < MOST_LEVELS ? put_ordered(out, value, levels + 1) : -1;
     return PyBytes_CheckExact(value) ? put_bytes(out, value) : put_leaf(out, value);
 }
 
@@ -344,6 +398,41 @@ take_dict(Source *in, uint64_t count, int levels)
 }
 
 PyObject *
+take_ordered(Source *body, int levels)
+{
+    if (left(body) < 2 || (*body->at != 0x91 && *body->at != 0x92) || levels >= MOST_LEVELS)
+        return NULL;
+    int has_metadata = *body->at++ == 0x92;
+    uint64_t count = *body->at++;
+    if (count == 0xdc || count == 0xdd) {
+        if (take_number(body, count == 0xdc ? 2 : 4, &count) < 0)
+            return NULL;
+    } else if ((count ^= 0x90) > 0x0f) {
+        return NULL;
+    }
+    if (count % 2)
+        return NULL;
+    PyObject *mapping = PyObject_CallNoArgs((PyObject *)&PyODict_Type);
+    for (uint64_t n = 0; mapping != NULL && n < count; n += 2) {
+        PyObject *key = take_value(body, levels + 1, 1);
+        PyObject *value = key == NULL ? NULL : take_value(body, levels + 1, 0);
+        if (value == NULL || PyObject_SetItem(mapping, key, value) < 0)
+            Py_CLEAR(mapping);
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    if (mapping != NULL && has_metadata) {
+        PyObject *metadata = take_value(body, levels + 1, 0);
+        if (metadata == NULL || PyObject_SetAttrString(mapping, "_metadata", metadata) < 0)
+            Py_CLEAR(mapping);
+        Py_XDECREF(metadata);
+    }
+    if (mapping != NULL && body->at != body->end)
+        Py_CLEAR(mapping);
+    return mapping;
+}
+
+PyObject *
 take_value(Source *in, int levels, int is_key)
 {
     if (in->at == in->end)
@@ -422,9 +511,13 @@ take_value(Source *in, int levels, int is_key)
     case 0xd6:
     case 0xd7:
     case 0xd8:
-        return is_key ? NULL : take_described(in, 1 << (opcode - 0xd4));
+        return is_key ? NULL : take_described(in, 1 << (opcode - 0xd4), levels);
     case 0xc7:
-        return is_key || take_number(in, 1, &number) < 0 ? NULL : take_described(in, number);
+    case 0xc8:
+    case 0xc9:
+        if (is_key || take_number(in, 1 << (opcode - 0xc7), &number) < 0)
+            return NULL;
+        return take_described(in, number, levels);
     default:
         return NULL;
     }

@@ -310,8 +310,8 @@ def _key(array: AnyArray) -> object:
 
 def _maker(array: AnyArray) -> Make | None:
     dtype, shape = array.dtype, array.shape
-    if dtype.kind not in _REPEATED or dtype.kind == "b":
-        return None  # its bytes are looked at
+    if dtype.kind not in _REPEATED:
+        return None
 
     def make(memory: memoryview, read_only: bool) -> AnyArray:
         array: AnyArray = np.ndarray(
@@ -319,8 +319,11 @@ def _maker(array: AnyArray) -> Make | None:
         )
         return array
 
-    return make
+    def make_bools(memory: memoryview, read_only: bool) -> AnyArray:
+        return with_sound_bools(make(memory, read_only))
+
+    return make_bools if dtype.kind == "b" else make
 
 
 KINDS[np.ndarray] = Kind(_key, raw_bytes, _maker)
-know_arrays(np.ndarray, _known.read)
+know_arrays(np.ndarray, _known.read, raw_bytes)

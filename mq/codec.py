@@ -123,12 +123,14 @@ class Codec:
         header = encode_plain(payload)
         if header is not None:
             return _new_frames(Frames, (header, (), len(header), _NOTHING, ()))
-        area = None if carried else pack_repeated(payload, repeated.headers)
-        tensors = None if area is not None else repeated.tensors_of(payload)
-        if area is None and tensors is None and not carried:
-            area = pack_mixed(payload, repeated.described)
-        if area is not None:
-            return _new_frames(Frames, (area, (), len(area), _NOTHING, ()))
+        packed = None if carried else pack_repeated(payload, repeated.headers)
+        tensors = None if packed is not None else repeated.tensors_of(payload)
+        if packed is None and tensors is None and not carried:
+            packed = pack_mixed(payload, repeated.described)
+        if type(packed) is bytes:
+            return _new_frames(Frames, (packed, (), len(packed), _NOTHING, ()))
+        if packed is not None:
+            return _new_frames(Frames, (*packed, _NOTHING, ()))
         if tensors is not None and not carried:
             known = repeated.encode(payload, tensors)
             if known is not None:

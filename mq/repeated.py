@@ -15,7 +15,7 @@ from mq import frames
 
 MOST_HEADERS: Final = 256
 """How many are remembered; then all are forgotten."""
-LONGEST_HEADER: Final = 1024
+LONGEST_HEADER: Final = 4096
 LONGEST_DESCRIPTION: Final = 64
 """Bytes of a dtype and shape on the wire, to be remembered."""
 MOST_TENSORS: Final = 16
@@ -24,6 +24,10 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 Make = Callable[[memoryview, bool], Any]
 """Makes a tensor of its bytes, which are writable; an array is read-only if it must."""
+BytesOf = Callable[[Any], memoryview]
+"""As `Kind.buffer`."""
+Packed = bytes | tuple[bytes, tuple[memoryview, ...], int]
+"""The area of a small message; of a larger one header, buffers and size of `Frames`."""
 
 
 class Kind(NamedTuple):
@@ -36,7 +40,7 @@ class Kind(NamedTuple):
     """
 
     key: Callable[[Any], Any]
-    buffer: Callable[[Any], memoryview]
+    buffer: BytesOf
     maker: Callable[[Any], Make | None]
 
 
@@ -133,7 +137,7 @@ def encode(payload: Any, tensors: Sequence[Any]) -> frames.Frames | None:
     header, nbytes = found
     try:
         buffers = tuple([KINDS[type(tensor)].buffer(tensor) for tensor in tensors])
-    except AssertionError:  # under a mode of torch's, as `pack_tensor` then says
+    except Exception:  # under a mode of torch's, as `pack_tensor` then says
         return None
     return frames.Frames(header, buffers, nbytes, frozenset())
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mq import bell, plain, repeated
 from mq.mesh import atomic, gate, ready
+from mq.repeated import BytesOf, Packed
 from mq.stream import passing
 
 _asked = os.environ.get("MQ_COMPILED") or "1"
@@ -206,18 +207,19 @@ send_alone: Final[Callable[[Any, Any, Any, float], bool] | None] = (
     _speed.send_alone if COMPILED else None
 )
 """`Session.send_alone`, of the session, the feed, the message and the time, or None."""
-know_arrays: Final[Callable[[type, dict[bytes, Any]], None]] = (
+know_arrays: Final[Callable[[type, dict[bytes, Any], BytesOf], None]] = (
     _speed.know_arrays if COMPILED else _nothing
 )
-"""Tells those below of `numpy.ndarray`, and what makes arrays by their descriptions."""
-know_tensors: Final[Callable[[type, Any, dict[bytes, Any]], None]] = (
+"""Tells those below of `numpy.ndarray`, what makes arrays by their descriptions, and
+what gives the bytes of one."""
+know_tensors: Final[Callable[[type, Any, dict[bytes, Any], BytesOf], None]] = (
     _speed.know_tensors if COMPILED else _nothing
 )
 """The same of `torch.Tensor`, with `torch.strided`."""
-pack_repeated: Final[Callable[[Any, dict[Any, Any]], bytes | None]] = (
+pack_repeated: Final[Callable[[Any, dict[Any, Any]], Packed | None]] = (
     _speed.pack_repeated if COMPILED else _nothing
 )
-"""The area of a small tensor or array, or dict of them, whose header is known.
+"""A message of a tensor or array, or dict of a few, whose header is known.
 
 Args:
     The payload; and by what they depend on, headers and the sizes of their areas.
@@ -237,10 +239,12 @@ Args:
 receive_passing: Final[Callable[[socket.socket, memoryview], passing.Received]] = (
     _speed.receive_passing if COMPILED else passing.receive_passing
 )
-pack_mixed: Final[Callable[[Any, dict[Any, Any]], bytes | None]] = (
+pack_mixed: Final[Callable[[Any, dict[Any, Any]], Packed | None]] = (
     _speed.pack_mixed if COMPILED else _nothing
 )
-"""The area of small tensors and arrays among plain data, where they are described.
+"""A message of tensors and arrays among plain data, where they are described.
+
+Plain data and, here, OrderedDicts of it.
 
 Args:
     The payload; and by what they depend on, the extension types that stand for them.

@@ -12,8 +12,9 @@ import torch
 
 from mq import extensions as ext
 from mq import modes
-from mq.arrays import checked_size, raw_bytes, with_sound_bools
+from mq.arrays import checked_size, with_sound_bools
 from mq.errors import CodecError, first_line
+from mq.mappings import address
 from mq.packing import Packer, Refusal, encode
 from mq.repeated import KINDS, Descriptions, Kind, described
 from mq.speed import know_tensors
@@ -96,7 +97,7 @@ def _packed(packer: Packer, tensor: torch.Tensor) -> Any:
             found = described[key] = packer.ext(ext.TENSOR, body)
         packer.extended = True
         if tensor.numel():
-            packer.buffers.append(_buffer(tensor))
+            packer.buffers.append(_own_buffer(tensor))
         return found
     if not _has_format(tensor):
         return packer.without_format(tensor, _unsendable(tensor))
@@ -117,11 +118,9 @@ def _packed(packer: Packer, tensor: torch.Tensor) -> Any:
         or not tensor.is_contiguous()
     ):
         tensor = _plain(packer, tensor, carrier)
-    elif carrier is not None:
-        tensor = tensor.view(carrier)
     body = encode([name, *tensor.shape])
     if tensor.numel():
-        packer.buffers.append(raw_bytes(tensor.numpy()))
+        packer.buffers.append(_own_buffer(tensor))
     return packer.ext(ext.TENSOR, body)
 
 
@@ -250,9 +249,15 @@ def _unpacked(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
         carrier = _BY_DTYPE[dtype][1]
         tensor = torch.empty(dims, dtype=carrier or dtype, device="cpu")
     if carried:
-        tensor = tensor.view(dtype)
+        tensor = _seen_as(dtype, tensor)
     _known.learn(body, nbytes, _maker(tensor))
     return _moved(tensor, unpacker.device)
+
+
+def _seen_as(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits as another dtype, whatever functions of torch a mode replaces."""
+    with torch._C.DisableTorchFunction():
+        return tensor.view(dtype)
 
 
 def _writable(view: memoryview) -> memoryview:
@@ -316,9 +321,7 @@ def _unpacked_of_area(unpacker: Unpacker, body: memoryview) -> torch.Tensor:
 def _as_tensor(area: memoryview | Landing) -> torch.Tensor:
     """An area's bytes."""
     if isinstance(area, memoryview):
-        if area.readonly:  # torch has no read-only tensors
-            area = memoryview(bytearray(area))
-        return torch.frombuffer(area, dtype=torch.uint8)
+        return torch.frombuffer(_writable(area), dtype=torch.uint8)
     return area.claim()
 
 
@@ -342,10 +345,8 @@ HANDLERS: Final[dict[type, Handler]] = {
 
 def _key(tensor: torch.Tensor) -> object:
     """What the header depends on, of a tensor whose memory is sent as it is."""
-    found = _BY_DTYPE.get(tensor.dtype)
     if (
-        found is None
-        or found[1] is not None
+        tensor.dtype not in _BY_DTYPE
         or tensor.layout is not torch.strided
         or tensor.requires_grad
         or not tensor.is_cpu
@@ -361,23 +362,38 @@ def _key(tensor: torch.Tensor) -> object:
 
 
 def _buffer(tensor: torch.Tensor) -> memoryview:
+    carrier = _BY_DTYPE[tensor.dtype][1]
+    if carrier is not None:
+        tensor = tensor.view(carrier)
     return tensor.numpy().data.cast("B")  # contiguous: half the time of raw_bytes
 
 
+def _own_buffer(tensor: torch.Tensor) -> memoryview:
+    buffer = _buffer(tensor)
+    if address(buffer) != tensor.data_ptr():  # under FakeTensorMode it may be anything
+        raise AssertionError("a mode of torch's gives a tensor the data of another")
+    return buffer
+
+
 def _maker(tensor: torch.Tensor) -> Make | None:
-    dtype = tensor.dtype
-    if dtype is torch.bool or _BY_DTYPE[dtype][1] is not None or not tensor.is_cpu:
-        return None  # its bytes are looked at, or seen as another dtype
+    if not tensor.is_cpu:
+        return None
     shape = tuple(tensor.shape)
-    bits = tensor.numpy().dtype
+    dtype, bits, carried = _BY_NAME[_BY_DTYPE[tensor.dtype][0]]
     from_numpy, array = torch.from_numpy, np.ndarray
 
     def make(memory: memoryview, read_only: bool) -> torch.Tensor:
         return from_numpy(array(shape, bits, memory))
 
-    return make
+    def make_bools(memory: memoryview, read_only: bool) -> torch.Tensor:
+        return from_numpy(with_sound_bools(array(shape, bits, memory)))
+
+    def make_carried(memory: memoryview, read_only: bool) -> torch.Tensor:
+        return _seen_as(dtype, from_numpy(array(shape, bits, memory)))
+
+    return make_carried if carried else make_bools if dtype is torch.bool else make
 
 
-KINDS[torch.Tensor] = Kind(_key, _buffer, _maker)
-know_tensors(torch.Tensor, torch.strided, _known.read)
+KINDS[torch.Tensor] = Kind(_key, _own_buffer, _maker)
+know_tensors(torch.Tensor, torch.strided, _known.read, _buffer)
 modes.know_torch()

@@ -54,9 +54,14 @@ def same(a: Any, b: Any) -> bool:
             x.tobytes() == y.tobytes() for x, y in _columns(a, b)
         )
     if isinstance(a, dict):
-        return len(a) == len(b) and all(
-            same(k, m) and same(v, n)
-            for (k, v), (m, n) in zip(a.items(), b.items(), strict=True)
+        metadata = (getattr(one, "_metadata", None) for one in (a, b))
+        return (
+            len(a) == len(b)
+            and same(*metadata)
+            and all(
+                same(k, m) and same(v, n)
+                for (k, v), (m, n) in zip(a.items(), b.items(), strict=True)
+            )
         )
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import struct
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from payload_checks import same
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from mq import repeated, speed
@@ -30,6 +31,7 @@ from mq.mesh.incoming import Arrivals, Run, Source
 from mq.mesh.large import INLINE_BYTES
 from mq.mesh.session import ANSWER_FRAMES, ANSWER_SECONDS
 from mq.stats import PeerStats
+from mq.tensors import _buffer, _known
 
 CODEC = Codec()
 CODEC.encode([torch.zeros(1), np.zeros(1)])  # what knows them is loaded by their first
@@ -37,6 +39,8 @@ needs_compiled = pytest.mark.skipif(
     not speed.COMPILED,
     reason="mq._speed is not there: installed without a compiler, or MQ_COMPILED=0",
 )
+HEADER = bytes(12) + (24).to_bytes(8, "little") + bytes(44)
+"""Of one tensor of 24 bytes."""
 UNPACKS = [
     repeated.unpack,
     pytest.param(speed.unpack_repeated, id="compiled", marks=needs_compiled),
@@ -46,7 +50,12 @@ shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 tensors = st.builds(
     lambda shape, dtype: torch.randn(shape).to(dtype),
     shapes,
-    st.sampled_from([torch.float32, torch.float16, torch.int64, torch.complex64]),
+    st.sampled_from(
+        [
+            *(torch.float32, torch.float16, torch.bfloat16),
+            *(torch.int64, torch.complex64, torch.bool),
+        ]
+    ),
 )
 arrays = st.builds(
     lambda shape, dtype: np.random.default_rng(1).normal(size=shape).astype(dtype),
@@ -161,8 +170,65 @@ def test_large_ones_are_not_copied() -> None:
         frames = encoded(tensor)
         assert (frames.nbytes <= INLINE_BYTES) is packed
         found = speed.pack_repeated(tensor, repeated.headers)
-        assert (found is not None) is packed
-        assert bool(CODEC.encode(tensor).buffers) is not packed
+        assert type(found) is (bytes if packed else tuple)
+        again = CODEC.encode(tensor)
+        assert again.pack() == frames.pack()
+        assert bool(again.buffers) is not packed
+    tensor[0] = 5
+    assert bytes(again.buffers[0][:4]) == tensor[:1].numpy().tobytes()
+
+
+@needs_compiled
+@pytest.mark.parametrize("python", [False, True])
+@pytest.mark.parametrize(
+    "one",
+    [
+        torch.ones(70_000, dtype=torch.bfloat16),
+        torch.ones(200, 200, dtype=torch.complex64),
+        torch.ones(200, 200, dtype=torch.int32).view(torch.complex32),
+        torch.ones(130_000, dtype=torch.bool),
+        np.ones((300, 300), ">f2"),
+        np.ones((100, 200), "c16"),
+        np.ones(20_000, "M8[s]"),
+    ],
+    ids=lambda one: str(one.dtype),
+)
+def test_a_large_message_is_packed_as_the_codec_does(
+    one: Any, python: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its elements are, alone, in a dict and among other values."""
+    if python:
+        monkeypatch.setattr("mq.codec.pack_repeated", speed._nothing)
+        monkeypatch.setattr("mq.codec.pack_mixed", speed._nothing)
+    for payload in (one, {"a": one, "b": one}, {"a": [one, one], "n": 1}):
+        expected = in_python(payload)
+        assert len(expected) > INLINE_BYTES
+        for _ in range(3):
+            found = CODEC.encode(payload)
+            assert found.buffers
+            assert found.nbytes == len(expected)
+            assert found.pack() == expected
+            area = memoryview(bytearray(expected))
+            assert same(CODEC.decode(area, own=True), payload)
+
+
+@needs_compiled
+def test_what_changes_its_size_meanwhile_is_left_to_the_codec(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its table and its buffers would not fit together."""
+    tensor = torch.ones(INLINE_BYTES)
+    encoded(tensor)
+    assert speed.pack_repeated(tensor, repeated.headers) is not None
+    assert speed.pack_mixed([tensor], repeated.described) is not None
+    speed.know_tensors(
+        torch.Tensor, torch.strided, _known.read, lambda _: memoryview(bytes(8))
+    )
+    try:
+        assert speed.pack_repeated(tensor, repeated.headers) is None
+        assert speed.pack_mixed([tensor], repeated.described) is None
+    finally:
+        speed.know_tensors(torch.Tensor, torch.strided, _known.read, _buffer)
 
 
 @needs_compiled
@@ -170,10 +236,12 @@ def test_large_ones_are_not_copied() -> None:
     "entry",
     [
         (b"short", 10_000),
-        (b"x" * 64, 64),
-        (b"x" * 64, 64 + 25),
-        (b"x" * 64, 64 + 23),
-        (b"x" * 64, 0),
+        (HEADER, 64),
+        (HEADER, 64 + 25),
+        (HEADER, 64 + 23),
+        (HEADER, 0),
+        (bytes(64), 64 + 24),
+        (bytes(19), 64 + 24),
     ],
 )
 def test_a_header_that_does_not_fit_its_tensor_is_not_used(
@@ -182,7 +250,7 @@ def test_a_header_that_does_not_fit_its_tensor_is_not_used(
     """Nothing is written beyond the message."""
     tensor = torch.ones(6)
     key = (tensor.dtype, tensor.shape)
-    assert speed.pack_repeated(tensor, {key: (b"x" * 64, 64 + 24)}) is not None
+    assert speed.pack_repeated(tensor, {key: (HEADER, 64 + 24)}) is not None
     assert speed.pack_repeated(tensor, {key: entry}) is None
 
 
@@ -271,13 +339,24 @@ plain = (
     | st.text(max_size=300)
     | st.binary(max_size=300)
 )
-mixed = st.recursive(
-    plain | tensors | arrays,
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4)
-    ),
-    max_leaves=20,
-)
+
+
+def _ordered(items: dict[Any, Any], metadata: Any) -> Any:
+    ordered = OrderedDict(items)
+    if items:  # its order is no longer that of the dict that it is, too
+        ordered.move_to_end(next(iter(items)))
+    if metadata is not None:
+        ordered._metadata = metadata  # type: ignore[attr-defined]
+    return ordered
+
+
+def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    dicts = st.dictionaries(keys, inner, max_size=4)
+    ordered = st.builds(_ordered, dicts, st.none() | inner)
+    return st.lists(inner, max_size=4) | dicts | ordered
+
+
+mixed = st.recursive(plain | tensors | arrays, _containers, max_leaves=30)
 
 
 def in_python(payload: Any) -> bytes:
@@ -288,7 +367,8 @@ def in_python(payload: Any) -> bytes:
 def has_any(payload: Any) -> int:
     """How many tensors and arrays there are in it."""
     if isinstance(payload, dict):
-        return sum(map(has_any, payload.values()))
+        metadata = getattr(payload, "_metadata", None)
+        return sum(map(has_any, [*payload.values(), metadata]))
     if isinstance(payload, list):
         return sum(map(has_any, payload))
     return isinstance(payload, torch.Tensor | np.ndarray)
@@ -297,10 +377,10 @@ def has_any(payload: Any) -> int:
 @needs_compiled
 @given(mixed)
 def test_tensors_among_plain_data_are_packed_as_the_codec_does(payload: Any) -> None:
-    """Byte by byte; only what has none of them is left to it, or has too many."""
+    """Byte by byte; only what has none of them is left to it."""
     area = in_python(payload)
     found = speed.pack_mixed(payload, repeated.described)
-    assert found == (area if 0 < has_any(payload) <= 16 else None)
+    assert found == (area if has_any(payload) else None)
 
 
 @needs_compiled
@@ -315,15 +395,16 @@ def test_tensors_among_plain_data_are_packed_as_the_codec_does(payload: Any) -> 
         np.zeros((3, 2)).T,
         np.zeros((2, 3), "S4"),
         np.float32(1),
-        torch.zeros(200, 200),
         bytearray(3),
         (1, 2),
         2**64,
         "\ud800",
         {torch.zeros(1): 1},
         [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]],
-        [torch.zeros(2, 3)] * 16,
         "x" * 70_000,
+        OrderedDict({(1, 2): 1}),
+        OrderedDict({1: (1, 2)}),
+        _ordered({1: 2}, (1, 2)),
     ],
     ids=lambda value: "",
 )
@@ -331,7 +412,7 @@ def test_other_values_are_left_to_the_codec(value: Any) -> None:
     """Also where they come after a tensor that could be packed."""
     repeated.described.clear()
     first = torch.zeros(2, 3)
-    in_python([first, torch.zeros(200, 200), np.zeros((2, 3))])
+    in_python([first, np.zeros((2, 3))])
     assert speed.pack_mixed([first, 1], repeated.described) is not None
     for payload in ([first, value], {"a": first, "b": value}, [value, first]):
         assert speed.pack_mixed(payload, repeated.described) is None
@@ -342,9 +423,129 @@ def test_what_is_packed_so_is_bounded() -> None:
     """A large message is sent from where it lies, or as chunks."""
     one = torch.zeros(INLINE_BYTES // 8)
     in_python([one])
-    assert speed.pack_mixed([one], repeated.described) is not None
-    assert speed.pack_mixed([one, one], repeated.described) is None
+    assert type(speed.pack_mixed([one], repeated.described)) is bytes
+    assert type(speed.pack_mixed([one, one], repeated.described)) is tuple
     assert CODEC.encode([one, one]).buffers
+
+
+@needs_compiled
+@pytest.mark.parametrize("count", [15, 16, 17, 33, 1000])
+@pytest.mark.parametrize("shape", [(3,), (100, 10)], ids=["small", "large"])
+@pytest.mark.parametrize("metadata", [None, {"": {"version": 1}}], ids=["", "metadata"])
+def test_the_weights_of_a_model_go_the_short_way(
+    count: int, shape: tuple[int, ...], metadata: Any
+) -> None:
+    """However many they are, alone, in an OrderedDict and beside their version."""
+    weights = {f"layers.{n}.weight": torch.full(shape, n) for n in range(count)}
+    ordered = _ordered(weights, metadata)
+    for payload in ({"w": weights, "version": 3}, ordered, {"a": [ordered], "b": 1}):
+        expected = in_python(payload)
+        packed = speed.pack_mixed(payload, repeated.described)
+        assert type(packed) is (bytes if len(expected) <= INLINE_BYTES else tuple)
+        assert CODEC.encode(payload).pack() == expected
+        area = memoryview(bytearray(expected))
+        CODEC.decode(area)
+        found = speed.unpack_mixed(area, False)
+        assert same(found, payload)
+        assert same(CODEC.decode(area), payload)
+
+
+@needs_compiled
+def test_weights_that_are_too_many_go_the_long_way() -> None:
+    """Their skeleton would be larger than what is plain data's."""
+    payload = [torch.ones(1) for _ in range(10_000)]
+    assert speed.pack_mixed(payload, repeated.described) is None
+    found = CODEC.decode(memoryview(bytearray(CODEC.encode(payload).pack())))
+    assert same(found, payload)
+
+
+@needs_compiled
+@pytest.mark.parametrize("nbytes", [4095, 4096, 60_000])
+def test_bytes_beside_a_tensor_are_packed_as_the_codec_does(nbytes: int) -> None:
+    """Where many of them would be buffers, too."""
+    payload = [torch.zeros(2, 3), b"x" * nbytes]
+    expected = in_python(payload)
+    assert speed.pack_mixed(payload, repeated.described) == expected
+    CODEC.decode(memoryview(bytearray(expected)))
+    found = speed.unpack_mixed(memoryview(bytearray(expected)), False)
+    assert same(found, payload)
+    assert speed.pack_mixed([*payload, b"x" * 65_500], repeated.described) is None
+
+
+@needs_compiled
+@pytest.mark.parametrize("items", [[1, 2, 3], ["ab"], [("a",)], [["a", 1]], 5, None])
+def test_items_that_are_none_are_left_to_the_codec(items: Any) -> None:
+    """An application may give an OrderedDict anything for a method."""
+    tensor = torch.zeros(2, 3)
+    ordered = OrderedDict(a=tensor)
+    in_python([ordered])
+    assert speed.pack_mixed([ordered], repeated.described) is not None
+    ordered.items = lambda: items  # type: ignore[method-assign]
+    assert speed.pack_mixed([ordered], repeated.described) is None
+
+
+@needs_compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_a_large_tensor_without_memory_is_refused(dtype: torch.dtype) -> None:
+    """NumPy takes some of its own, with anything in it."""
+    one = torch.ones(200_000, dtype=dtype)
+    for payload in (one, [one], {"a": one}):
+        encoded(payload)
+        assert CODEC.encode(payload).buffers
+    gone = torch.ones(200_000, dtype=dtype)
+    gone.untyped_storage().resize_(0)
+    for payload in (gone, [gone], {"a": gone}):
+        with pytest.raises(CodecError, match="no memory"):
+            CODEC.encode(payload)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_large_tensor_under_a_mode_is_itself_or_refused(dtype: torch.dtype) -> None:
+    """Under this one torch gives NumPy other memory, with anything in it."""
+    one = torch.ones(100_000, dtype=dtype)
+    for payload in (one, [one], {"a": one}):
+        expected = encoded(payload).pack()
+        for forgets in (False, True):
+            if forgets:
+                repeated.headers.clear()
+                repeated.described.clear()
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                try:
+                    found = CODEC.encode(payload)
+                except CodecError:
+                    continue
+            assert found.pack() == expected
+
+
+class Swapper(TorchFunctionMode):
+    """Has two tensors change places when the first is asked for its bytes."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if self._tensors and getattr(func, "__name__", "") == "numpy":
+            (one, other), self._tensors = self._tensors, ()
+            one.data, other.data = other.data, one.data
+        return func(*args, **(kwargs or {}))
+
+
+@needs_compiled
+def test_tensors_that_change_places_are_left_to_the_codec() -> None:
+    """The table of a message tells where each one ends."""
+    one, other = torch.ones(64_000), torch.ones(128_000)
+    for pack, payload, known in (
+        (speed.pack_mixed, [one, other], repeated.described),
+        (speed.pack_repeated, {"a": one, "b": other}, repeated.headers),
+    ):
+        encoded(payload)
+        assert pack(payload, known) is not None
+        with Swapper(one, other):
+            assert pack(payload, known) is None
+        one, other = other, one
 
 
 class Meddler(TorchFunctionMode):
@@ -400,25 +601,13 @@ def decoded_in_python(area: bytes) -> Any:
 @needs_compiled
 @given(mixed)
 def test_tensors_among_plain_data_are_unpacked_as_the_codec_does(payload: Any) -> None:
-    """Once their descriptions are known; those of bools are not."""
+    """Once their descriptions are known."""
     area = in_python(payload)
     expected = decoded_in_python(area)
     view = memoryview(bytearray(area))
     found = speed.unpack_mixed(view, False)
     assert same(expected, payload)
-    if found is not None:
-        assert same(found, payload)
-    elif len(area) <= repeated.LONGEST_HEADER:
-        assert not has_any(payload) or has_bools(payload)
-
-
-def has_bools(payload: Any) -> bool:
-    """Whether there is an array of bools in it, whose bytes are looked at."""
-    if isinstance(payload, dict):
-        return any(map(has_bools, payload.values()))
-    if isinstance(payload, list):
-        return any(map(has_bools, payload))
-    return isinstance(payload, np.ndarray) and payload.dtype.kind == "b"
+    assert same(found, payload if has_any(payload) else None)
 
 
 @needs_compiled
@@ -431,7 +620,8 @@ def test_what_is_damaged_is_unpacked_as_the_codec_does_or_not_at_all(
     damage: list[tuple[int, int]], cut: int, more: int
 ) -> None:
     """Whatever a peer sends."""
-    payload = {"a": torch.ones(3), "n": [1, {"b": np.ones(2)}, "é"], "c": torch.ones(3)}
+    inner = _ordered({"b": np.ones(2), "c": True}, {"": {"version": 1}})
+    payload = {"a": torch.ones(3), "n": [1, inner, "é"], "c": torch.ones(3)}
     area = bytearray(in_python(payload))
     decoded_in_python(bytes(area))
     for place, value in damage:
