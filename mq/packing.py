@@ -6,7 +6,6 @@ type, or is refused with its place in the payload.
 
 from __future__ import annotations
 
-import datetime
 import pickle
 import struct
 import sys
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
+from mq import datetimes, foreign, forks, safe_types
 from mq import extensions as ext
-from mq import foreign, forks, safe_types
 from mq.errors import CodecError
 
 if TYPE_CHECKING:
@@ -30,6 +29,9 @@ LEAVES: Final = frozenset({type(None), bool, int, float, str})
 
 CAREFUL_LEAVES: Final = frozenset({type(None), bool, float})
 """The same for payloads in which some int or str turned out too large for msgpack."""
+
+APART_BYTES: Final = 4096
+"""Bytes of this length are buffers where a skeleton with them would be large."""
 
 Handler: TypeAlias = "Callable[[Packer, Any, int], Any]"
 
@@ -56,15 +58,19 @@ class Packer:
         waits: What to call before the buffers hold their data.
         carried: Devices whose tensors stay there, as torch names them.
         areas: By device, what stays there.
+        apart: The length from which on bytes are buffers.
+        longest: That of the longest which are none.
     """
 
     __slots__ = (
         "_allow_pickle",
+        "apart",
         "areas",
         "buffers",
         "carried",
         "extended",
         "leaves",
+        "longest",
         "needs",
         "waits",
     )
@@ -74,8 +80,11 @@ class Packer:
         allow_pickle: bool,
         leaves: frozenset[type],
         carried: frozenset[str] = frozenset(),
+        apart: int = ext.LARGE,
     ) -> None:
         self._allow_pickle = allow_pickle
+        self.apart = apart
+        self.longest = 0
         self.leaves = leaves
         self.carried = carried
         self.areas: dict[str, Area] = {}
@@ -246,60 +255,25 @@ def utf8(text: str) -> bytes:
 
 
 def _pack_bytes(packer: Packer, value: bytes, depth: int) -> Any:
-    if len(value) < ext.LARGE:
-        return value
-    packer.buffers.append(memoryview(value))
-    return packer.ext(ext.LARGE_BYTES, b"")
+    return packer.ext(ext.LARGE_BYTES, b"") if _goes_apart(packer, value) else value
 
 
 def _pack_bytearray(packer: Packer, value: bytearray, depth: int) -> Any:
-    if len(value) < ext.LARGE:
-        return packer.ext(ext.BYTEARRAY, bytes(value))
+    if _goes_apart(packer, value):
+        return packer.ext(ext.LARGE_BYTEARRAY, b"")
+    return packer.ext(ext.BYTEARRAY, bytes(value))
+
+
+def _goes_apart(packer: Packer, value: bytes | bytearray) -> bool:
+    if len(value) < packer.apart:
+        packer.longest = max(packer.longest, len(value))
+        return False
     packer.buffers.append(memoryview(value))
-    return packer.ext(ext.LARGE_BYTEARRAY, b"")
+    return True
 
 
 def _pack_complex(packer: Packer, value: complex, depth: int) -> Any:
     return packer.ext(ext.COMPLEX, struct.pack(">dd", value.real, value.imag))
-
-
-def _pack_datetime(packer: Packer, value: datetime.datetime, depth: int) -> Any:
-    body = struct.pack(">H2B", value.year, value.month, value.day) + _clock(
-        value, value.utcoffset()
-    )
-    return packer.ext(ext.DATETIME, body)
-
-
-def _pack_time(packer: Packer, value: datetime.time, depth: int) -> Any:
-    offset = value.utcoffset()
-    if offset is None and value.tzinfo is not None:
-        return packer.without_format(
-            value,
-            f"the zone of time {value} has no fixed offset; send a datetime, or a time "
-            "with a datetime.timezone",
-        )
-    return packer.ext(ext.TIME, _clock(value, offset))
-
-
-def _clock(
-    value: datetime.datetime | datetime.time, offset: datetime.timedelta | None
-) -> bytes:
-    body = struct.pack(
-        ">4BI", value.hour, value.minute, value.second, value.fold, value.microsecond
-    )
-    if offset is None:
-        return body
-    return body + struct.pack(">q", offset // datetime.timedelta(microseconds=1))
-
-
-def _pack_date(packer: Packer, value: datetime.date, depth: int) -> Any:
-    body = struct.pack(">H2B", value.year, value.month, value.day)
-    return packer.ext(ext.DATE, body)
-
-
-def _pack_timedelta(packer: Packer, value: datetime.timedelta, depth: int) -> Any:
-    body = struct.pack(">iII", value.days, value.seconds, value.microseconds)
-    return packer.ext(ext.TIMEDELTA, body)
 
 
 def _pack_object(packer: Packer, value: Any, depth: int) -> Any:
@@ -385,8 +359,5 @@ _HANDLERS: Final[dict[type, Handler]] = {
     bytes: _pack_bytes,
     bytearray: _pack_bytearray,
     complex: _pack_complex,
-    datetime.datetime: _pack_datetime,
-    datetime.date: _pack_date,
-    datetime.time: _pack_time,
-    datetime.timedelta: _pack_timedelta,
+    **datetimes.HANDLERS,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import pickle
 import struct
@@ -12,8 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
+from mq import datetimes, forks, safe_types
 from mq import extensions as ext
-from mq import forks, safe_types
 from mq.errors import CodecError, UntrustedPayload
 from mq.foreign import failure
 from mq.frames import align_area
@@ -305,33 +304,6 @@ def _unpack_int(unpacker: Unpacker, body: memoryview) -> int:
     return int.from_bytes(body, "big", signed=True)
 
 
-def _unpack_datetime(unpacker: Unpacker, body: memoryview) -> datetime.datetime:
-    year, month, day = struct.unpack_from(">H2B", body)
-    clock = _clock(body[4:])
-    return datetime.datetime.combine(datetime.date(year, month, day), clock)
-
-
-def _unpack_date(unpacker: Unpacker, body: memoryview) -> datetime.date:
-    return datetime.date(*struct.unpack(">H2B", body))
-
-
-def _unpack_time(unpacker: Unpacker, body: memoryview) -> datetime.time:
-    return _clock(body)
-
-
-def _clock(body: memoryview) -> datetime.time:
-    zone = None
-    if body.nbytes > 8:
-        (offset,) = struct.unpack(">q", body[8:])
-        zone = datetime.timezone(datetime.timedelta(microseconds=offset))
-    hour, minute, second, fold, microsecond = struct.unpack_from(">4BI", body)
-    return datetime.time(hour, minute, second, microsecond, zone, fold=fold)
-
-
-def _unpack_timedelta(unpacker: Unpacker, body: memoryview) -> datetime.timedelta:
-    return datetime.timedelta(*struct.unpack(">iII", body))
-
-
 def _unpack_bytearray(unpacker: Unpacker, body: memoryview) -> bytearray:
     return bytearray(body)
 
@@ -380,10 +352,7 @@ def _unpack_on_device(unpacker: Unpacker, body: memoryview) -> Any:
 _UNPACKERS: Final[dict[int, Callable[[Unpacker, memoryview], Any]]] = {
     ext.COMPLEX: _unpack_complex,
     ext.INT: _unpack_int,
-    ext.DATETIME: _unpack_datetime,
-    ext.DATE: _unpack_date,
-    ext.TIME: _unpack_time,
-    ext.TIMEDELTA: _unpack_timedelta,
+    **datetimes.UNPACKERS,
     ext.BYTEARRAY: _unpack_bytearray,
     ext.LARGE_BYTES: _unpack_large_bytes,
     ext.LARGE_BYTEARRAY: _unpack_large_bytearray,

@@ -26,6 +26,7 @@ from mq import plain, unpacking
 from mq.codec import Codec
 from mq.errors import CodecError
 from mq.frames import PLAIN, Frames
+from mq.packing import APART_BYTES
 from mq.plain import decode_several
 
 
@@ -307,7 +308,12 @@ def test_long_strings_and_wide_ints_travel() -> None:
     ):
         assert same(travel(payload), payload)
     assert [b.nbytes for b in CODEC.encode({"a": long}).buffers] == [80_000]
-    assert CODEC.encode([b"x" * 65_535]).buffers == ()
+    assert CODEC.encode([b"x" * (APART_BYTES - 1)] * 20).buffers == ()
+    for kind in (bytes, bytearray):
+        images = [kind(b"x" * APART_BYTES)] * 20
+        found = CODEC.encode(images)
+        assert [buffer.nbytes for buffer in found.buffers] == [APART_BYTES] * 20
+        assert same(travel(images), images)
 
 
 def test_plain_data_takes_the_short_prefix() -> None:
