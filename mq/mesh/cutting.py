@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 GATHER_BYTES: Final = 64 * 1024
 """Pieces below this size travel in heads of chunks, up to as many bytes together."""
-JOINED_BYTES: Final = 256 * 1024
+JOINED_BYTES: Final = 128 * 1024
 """Chunks below this size that follow each other are copied together: one more of them
 takes longer than that."""
 MOST_JOINED_BYTES: Final = 12 << 20
