@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,19 @@ def _plain() -> dict[str, Any]:
         "datetime with zone": now.replace(tzinfo=datetime.timezone.utc),
         "deep": _nest(200),
         "many numbers": [number / 7 for number in range(10_000)],
+        "images": [bytes([number]) * 30_000 for number in range(40)],
+        "OrderedDict": _ordered({"a": 1, "b": [2], (3,): None}, None),
     }
     return values
+
+
+def _ordered(items: dict[Any, Any], metadata: Any) -> Any:
+    """One whose order is no longer that in which it was filled."""
+    ordered = OrderedDict(items)
+    ordered.move_to_end(next(iter(items)))
+    if metadata is not None:  # as `state_dict` has it
+        ordered._metadata = metadata  # type: ignore[attr-defined]
+    return ordered
 
 
 def _nest(depth: int) -> list[Any]:
@@ -93,8 +105,23 @@ def _tensors() -> dict[str, Any]:
         "conjugated tensor": torch.tensor([1 + 2j, 3 - 1j]).conj(),
         "large tensor": torch.arange(600_000, dtype=torch.float32),
         "tensors in a dict": {"w": torch.ones(2, 2), "n": [torch.zeros(1), 1]},
+        "batch": {"x": torch.ones(40, 9), "done": torch.arange(40) % 3 == 0},
+        "weights": _weights(40, 20),
+        "weights of a larger model": {"w": _weights(60, 10_000), "version": 3},
     }
     return found
+
+
+def _weights(count: int, size: int) -> Any:
+    """What `state_dict` gives of so many layers, the last of so many elements."""
+    import torch
+
+    layers = {}
+    for number in range(1, count):
+        elements = torch.arange(1 + number * size // count)
+        dtype = (torch.float32, torch.bfloat16, torch.bool)[number % 3]
+        layers[f"layers.{number}.weight"] = elements.to(dtype)
+    return _ordered(layers, _ordered({"": {"version": 1}}, None))
 
 
 def same(got: Any, sent: Any) -> bool:
@@ -107,7 +134,12 @@ def same(got: Any, sent: Any) -> bool:
         alike = got.dtype == sent.dtype and got.shape == sent.shape
         return bool(alike and got.tobytes() == sent.tobytes())
     if isinstance(sent, dict):
-        return list(got) == list(sent) and all(same(got[k], sent[k]) for k in sent)
+        metadata = [getattr(one, "_metadata", None) for one in (got, sent)]
+        return (
+            list(got) == list(sent)
+            and all(same(got[k], sent[k]) for k in sent)
+            and same(*metadata)
+        )
     if isinstance(sent, list | tuple):
         pairs = zip(got, sent, strict=False)
         return len(got) == len(sent) and all(same(g, s) for g, s in pairs)
