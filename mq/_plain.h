@@ -7,15 +7,18 @@
 
 #define LARGE (64 * 1024) /* mq.extensions.LARGE */
 #define MOST_LEVELS 16    /* mq.plain.MOST_LEVELS */
-#define ORDERED_DICT 5    /* mq.extensions */
+#define TUPLE 1           /* mq.extensions */
+#define ORDERED_DICT 5
 
 struct Parts;
 
-/* What has been encoded. `parts`, if there are any, are the tensors among the data. */
+/* What has been encoded. `parts`, if there are any, are the tensors among the data;
+   only there may it be `extended`. */
 typedef struct {
     unsigned char *bytes;
     size_t size, room;
     struct Parts *parts;
+    int extended;
     unsigned char first[1024];
 } Buffer;
 
@@ -30,8 +33,10 @@ typedef struct {
 #pragma GCC visibility push(hidden)
 /* NULL, perhaps with an exception: it is malformed, or of a kind left to the twin. */
 PyObject *take_value(Source *in, int levels, int is_key);
-/* An OrderedDict, of the body of its extension, which is all that is in the source. */
+/* An OrderedDict, or a tuple, of the body of its extension, which is all that is in the
+   source. */
 PyObject *take_ordered(Source *body, int levels);
+PyObject *take_tuple(Source *body, int levels);
 /* What an extension of so many bytes stands for. */
 PyObject *take_described(Source *in, uint64_t size, int levels);
 int grow(Buffer *out, size_t more);
@@ -68,6 +73,7 @@ begin(Buffer *out, size_t size)
     out->room = sizeof out->first;
     out->size = size;
     out->parts = NULL;
+    out->extended = 0;
 }
 
 static inline void

@@ -18,9 +18,12 @@ static const unsigned char TABLED[4] = {'M', 'Q', 1, 1}; /* mq.frames.TABLED */
 #define LONGEST_HEADER 4096 /* mq.repeated.LONGEST_HEADER */
 #define MOST_HEADER (2 * LARGE) /* a skeleton, and a number for each tensor in it */
 #define ARRAY 16            /* mq.extensions */
+#define SCALAR 17
 #define TENSOR 18
 
 static PyObject *tensor_type, *strided, *array_type;
+static PyObject *scalar_starts; /* by type, what is before the bytes of a scalar */
+static PyObject *scalar_makers; /* by that, what makes one of its bytes */
 static PyObject *bytes_of_tensor, *bytes_of_array; /* `Kind.buffer` of mq/repeated.py */
 static PyObject *described_tensors, *described_arrays; /* by their descriptions */
 static PyObject *str_code, *str_data, *str_data_ptr, *str_dtype, *str_is_conj, *str_is_contiguous, *str_is_cpu,
@@ -338,9 +341,37 @@ size_of(const Part *part)
     return nbytes;
 }
 
+/* A scalar of NumPy's, of whose type there was one before. */
+static int
+put_scalar(Buffer *out, PyObject *start, PyObject *value)
+{
+    Py_buffer view;
+    if (!PyBytes_Check(start) || PyObject_GetBuffer(value, &view, PyBUF_SIMPLE) < 0)
+        return -1;
+    Py_ssize_t size = PyBytes_GET_SIZE(start);
+    unsigned char *place = extend(out, MOST_BEFORE + size + view.len);
+    if (place != NULL) {
+        int before = put_before(place, size + view.len, SCALAR);
+        memcpy(place + before, PyBytes_AS_STRING(start), size);
+        memcpy(place + before + size, view.buf, view.len);
+        out->size -= MOST_BEFORE - before;
+        out->extended = 1;
+    }
+    PyBuffer_Release(&view);
+    return place == NULL ? -1 : 0;
+}
+
 int
 put_described(Buffer *out, PyObject *value)
 {
+    PyObject *start =
+        scalar_starts == NULL ? NULL : PyDict_GetItemWithError(scalar_starts, (PyObject *)Py_TYPE(value));
+    if (start != NULL) {
+        Py_INCREF(start);
+        int put = put_scalar(out, start, value);
+        Py_DECREF(start);
+        return put;
+    }
     struct Parts *parts = out->parts;
     if (make_room(parts) < 0)
         return -1;
@@ -366,6 +397,7 @@ put_described(Buffer *out, PyObject *value)
         PyBuffer_Release(&part->view);
         return -1;
     }
+    out->extended = 1;
     part->values = Py_NewRef(value);
     part->nbytes = nbytes;
     parts->count++;
@@ -424,7 +456,7 @@ pack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     begin(&skeleton, 0);
     skeleton.parts = &parts;
     PyObject *area = NULL;
-    if (put_value(&skeleton, args[0], 0) == 0 && parts.count && skeleton.size < LARGE)
+    if (put_value(&skeleton, args[0], 0) == 0 && skeleton.extended && skeleton.size < LARGE)
         area = pack_skeleton(&skeleton, &parts);
     end(&skeleton);
     for (Py_ssize_t n = 0; n < parts.count; n++) {
@@ -479,7 +511,7 @@ header_bytes(const unsigned char *bytes, Py_ssize_t nbytes, uint64_t most)
     if (nbytes < TABLE_BYTES || memcmp(bytes, TABLED, sizeof TABLED) != 0)
         return 0;
     uint64_t count = u32(bytes + 8), end = TABLE_BYTES + 8 * count + u32(bytes + 4);
-    return count && end <= most && end <= (uint64_t)nbytes ? (Py_ssize_t)end : 0;
+    return end <= most && end <= (uint64_t)nbytes ? (Py_ssize_t)end : 0;
 }
 
 /* What a part of `_Known` makes of its bytes. */
@@ -613,6 +645,26 @@ take_tensor(struct Tensors *tensors, const unsigned char *body, uint64_t size, i
     return made;
 }
 
+/* A scalar of NumPy's: a list of its dtype's name, which is short, and of its bytes. */
+static PyObject *
+take_scalar(const unsigned char *body, uint64_t size)
+{
+    uint64_t start = size < 4 || body[0] != 0x92 || (body[1] & 0xe0) != 0xa0 ? 0 : 4 + (body[1] & 0x1f);
+    if (!start || start > size || body[start - 2] != 0xc4 || body[start - 1] != size - start)
+        return NULL;
+    PyObject *key = PyBytes_FromStringAndSize((const char *)body, start);
+    PyObject *maker =
+        key == NULL || scalar_makers == NULL ? NULL : PyDict_GetItemWithError(scalar_makers, key);
+    Py_XINCREF(maker);
+    Py_XDECREF(key);
+    PyObject *bytes =
+        maker == NULL ? NULL : PyBytes_FromStringAndSize((const char *)body + start, size - start);
+    PyObject *made = bytes == NULL ? NULL : PyObject_CallOneArg(maker, bytes);
+    Py_XDECREF(maker);
+    Py_XDECREF(bytes);
+    return made;
+}
+
 PyObject *
 take_described(Source *in, uint64_t size, int levels)
 {
@@ -622,6 +674,8 @@ take_described(Source *in, uint64_t size, int levels)
     Source body = {in->at, in->at + size, in->tensors};
     in->at += size;
     return code == ORDERED_DICT ? take_ordered(&body, levels)
+           : code == TUPLE      ? take_tuple(&body, levels + 1)
+           : code == SCALAR     ? take_scalar(body.at, size)
                                 : take_tensor(in->tensors, body.at, size, code);
 }
 
@@ -684,6 +738,23 @@ unpack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return area_or_none(payload);
 }
 
+/* Whether every byte is 0 or 1. */
+PyObject *
+are_bools(PyObject *module, PyObject *memory)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(memory, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    const unsigned char *bytes = view.buf;
+    unsigned char all = 0;
+    Py_BEGIN_ALLOW_THREADS;
+    for (Py_ssize_t n = 0; n < view.len; n++)
+        all |= bytes[n];
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&view);
+    return PyBool_FromLong(all <= 1);
+}
+
 PyObject *
 know_tensors(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -701,13 +772,15 @@ know_tensors(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 PyObject *
 know_arrays(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 3 || !PyDict_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "know_arrays(type, described, bytes_of)");
+    if (nargs != 5 || !PyDict_Check(args[1]) || !PyDict_Check(args[3]) || !PyDict_Check(args[4])) {
+        PyErr_SetString(PyExc_TypeError, "know_arrays(type, described, bytes_of, starts, makers)");
         return NULL;
     }
     Py_XSETREF(array_type, Py_NewRef(args[0]));
     Py_XSETREF(described_arrays, Py_NewRef(args[1]));
     Py_XSETREF(bytes_of_array, Py_NewRef(args[2]));
+    Py_XSETREF(scalar_starts, Py_NewRef(args[3]));
+    Py_XSETREF(scalar_makers, Py_NewRef(args[4]));
     Py_RETURN_NONE;
 }
 

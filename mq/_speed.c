@@ -242,6 +242,18 @@ put_pairs(Buffer *out, PyObject *items, int levels)
     return failed;
 }
 
+/* What has been put since `start`, where room was left for it, is an extension's body. */
+static void
+end_extension(Buffer *out, size_t start, int code)
+{
+    size_t size = out->size - start - MOST_BEFORE;
+    unsigned char *place = out->bytes + start;
+    int before = put_before(place, size, code);
+    memmove(place + before, place + MOST_BEFORE, size);
+    out->size -= MOST_BEFORE - before;
+    out->extended = 1;
+}
+
 /* Among tensors alone: it is an extension, of which there are none in plain data. Its
    order is not that of the dict that it is, too. */
 static int
@@ -258,11 +270,21 @@ put_ordered(Buffer *out, PyObject *mapping, int levels)
     Py_XDECREF(metadata);
     if (failed)
         return -1;
-    size_t size = out->size - start - MOST_BEFORE;
-    unsigned char *place = out->bytes + start;
-    int before = put_before(place, size, ORDERED_DICT);
-    memmove(place + before, place + MOST_BEFORE, size);
-    out->size -= MOST_BEFORE - before;
+    end_extension(out, start, ORDERED_DICT);
+    return 0;
+}
+
+static int
+put_tuple(Buffer *out, PyObject *items, int levels)
+{
+    size_t start = out->size;
+    Py_ssize_t count = PyTuple_GET_SIZE(items);
+    int failed = extend(out, MOST_BEFORE) == NULL || put_count(out, count, 0x90, 0xdc);
+    for (Py_ssize_t n = 0; !failed && n < count; n++)
+        failed = put_value(out, PyTuple_GET_ITEM(items, n), levels);
+    if (failed)
+        return -1;
+    end_extension(out, start, TUPLE);
     return 0;
 }
 
@@ -274,6 +296,8 @@ put_value(Buffer *out, PyObject *value, int levels)
         return levels < MOST_LEVELS ? put_list(out, value, levels + 1) : -1;
     if (PyDict_CheckExact(value))
         return levels < MOST_LEVELS ? put_dict(out, value, levels + 1) : -1;
+    if (out->parts != NULL && PyTuple_CheckExact(value))
+        return levels < MOST_LEVELS ? put_tuple(out, value, levels + 1) : -1;
     if (out->parts != NULL && PyODict_CheckExact(value))
         return levels < MOST_LEVELS ? put_ordered(out, value, levels + 1) : -1;
     return PyBytes_CheckExact(value) ? put_bytes(out, value) : put_leaf(out, value);
@@ -430,6 +454,17 @@ take_ordered(Source *body, int levels)
     if (mapping != NULL && body->at != body->end)
         Py_CLEAR(mapping);
     return mapping;
+}
+
+PyObject *
+take_tuple(Source *body, int levels)
+{
+    PyObject *items = levels < MOST_LEVELS ? take_value(body, levels, 0) : NULL;
+    PyObject *found = NULL;
+    if (items != NULL && PyList_CheckExact(items) && body->at == body->end)
+        found = PyList_AsTuple(items);
+    Py_XDECREF(items);
+    return found;
 }
 
 PyObject *
@@ -893,6 +928,7 @@ static PyMethodDef methods[] = {
     {"know_frames", know_frames, METH_O, NULL},
     {"send_alone", (PyCFunction)(void (*)(void))send_alone, METH_FASTCALL, NULL},
     {"take_alone", take_alone, METH_O, NULL},
+    {"are_bools", are_bools, METH_O, NULL},
     {"know_arrays", (PyCFunction)(void (*)(void))know_arrays, METH_FASTCALL, NULL},
     {"know_tensors", (PyCFunction)(void (*)(void))know_tensors, METH_FASTCALL, NULL},
     {"take_aligned", take_aligned, METH_O, NULL},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -14,8 +14,8 @@ import numpy.typing as npt
 from mq import extensions as ext
 from mq.errors import CodecError
 from mq.packing import Packer, Refusal, encode, utf8
-from mq.repeated import KINDS, Descriptions, Kind, described
-from mq.speed import know_arrays
+from mq.repeated import KINDS, Descriptions, Kind, Memory, described
+from mq.speed import are_bools, know_arrays
 
 if TYPE_CHECKING:
     from mq.packing import Handler
@@ -29,6 +29,10 @@ _NAME = re.compile(r"[<>|]([biufcmMSUV])\d{1,10}(\[([1-9]\d{0,8})?[a-zA-Zμ]{1,7
 _REPEATED: Final = frozenset("biufcmM")
 """Kinds of dtypes that are described by a name of their own."""
 _known: Final = Descriptions()
+_SCALARS: Final = frozenset("biufc")
+"""Kinds of dtypes of which a type of scalars has one."""
+_scalar_starts: Final[dict[type, bytes]] = {}
+_scalar_makers: Final[Memory[bytes, Callable[[bytes], Any]]] = Memory()
 _MAX_ITEM_BYTES: Final = 2**31 - 1
 _MAX_NESTED_DTYPES: Final = 16
 
@@ -132,6 +136,8 @@ def _pack_scalar(packer: Packer, scalar: np.generic, depth: int) -> Any:
         except Refusal as refusal:
             return packer.without_format(scalar, str(refusal))
         body = encode([name, scalar.tobytes()])
+        if scalar.dtype.kind in _SCALARS:
+            _scalar_starts[type(scalar)] = body[: -scalar.nbytes]
     return packer.ext(ext.SCALAR, body)
 
 
@@ -149,7 +155,15 @@ def unpack_scalar(unpacker: Unpacker, body: memoryview) -> Any:
         raise CodecError(f"a NumPy scalar of {dtype} with {len(raw)} bytes")
     array = with_sound_bools(np.ndarray((), dtype, bytearray(raw) if raw else None))
     array.flags.writeable = False  # a record is a view, and hashed only where it is not
+    if dtype.kind in _SCALARS and body == encode([name, raw]):
+        _scalar_makers[bytes(body[: -len(raw)])] = _scalar_maker(dtype)
     return array[()]
+
+
+def _scalar_maker(dtype: AnyDType) -> Callable[[bytes], Any]:
+    if dtype.kind == "b":
+        return lambda raw: np.bool_(raw != b"\0")
+    return lambda raw: np.ndarray((), dtype, raw)[()]
 
 
 @functools.lru_cache(maxsize=512)
@@ -320,10 +334,11 @@ def _maker(array: AnyArray) -> Make | None:
         return array
 
     def make_bools(memory: memoryview, read_only: bool) -> AnyArray:
-        return with_sound_bools(make(memory, read_only))
+        array = make(memory, read_only)
+        return array if are_bools(memory) else with_sound_bools(array)
 
     return make_bools if dtype.kind == "b" else make
 
 
 KINDS[np.ndarray] = Kind(_key, raw_bytes, _maker)
-know_arrays(np.ndarray, _known.read, raw_bytes)
+know_arrays(np.ndarray, _known.read, raw_bytes, _scalar_starts, _scalar_makers)

@@ -55,6 +55,12 @@ def _copy(source: memoryview, target: memoryview, past_cache: bool) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
+def _are_bools(memory: memoryview) -> bool:
+    import numpy as np
+
+    return not memory.nbytes or bool(np.frombuffer(memory, np.uint8).max() <= 1)
+
+
 def _fill(
     pieces: list[tuple[int, memoryview]], target: memoryview, counter: memoryview
 ) -> None:
@@ -207,11 +213,14 @@ send_alone: Final[Callable[[Any, Any, Any, float], bool] | None] = (
     _speed.send_alone if COMPILED else None
 )
 """`Session.send_alone`, of the session, the feed, the message and the time, or None."""
-know_arrays: Final[Callable[[type, dict[bytes, Any], BytesOf], None]] = (
-    _speed.know_arrays if COMPILED else _nothing
+are_bools: Final[Callable[[memoryview], bool]] = (
+    _speed.are_bools if COMPILED else _are_bools
 )
+"""Whether every byte of contiguous memory is 0 or 1."""
+know_arrays: Final[Callable[..., None]] = _speed.know_arrays if COMPILED else _nothing
 """Tells those below of `numpy.ndarray`, what makes arrays by their descriptions, and
-what gives the bytes of one."""
+what gives the bytes of one; of NumPy's scalars, by their types, what is before the
+bytes of one, and by that what makes one of its bytes."""
 know_tensors: Final[Callable[[type, Any, dict[bytes, Any], BytesOf], None]] = (
     _speed.know_tensors if COMPILED else _nothing
 )
@@ -244,7 +253,7 @@ pack_mixed: Final[Callable[[Any, dict[Any, Any]], Packed | None]] = (
 )
 """A message of tensors and arrays among plain data, where they are described.
 
-Plain data and, here, OrderedDicts of it.
+Plain data and, here, tuples, OrderedDicts and NumPy's scalars.
 
 Args:
     The payload; and by what they depend on, the extension types that stand for them.

@@ -17,7 +17,7 @@ from mq.errors import CodecError, first_line
 from mq.mappings import address
 from mq.packing import Packer, Refusal, encode
 from mq.repeated import KINDS, Descriptions, Kind, described
-from mq.speed import know_tensors
+from mq.speed import are_bools, know_tensors
 
 if TYPE_CHECKING:
     from mq.devices import Landing
@@ -386,7 +386,8 @@ def _maker(tensor: torch.Tensor) -> Make | None:
         return from_numpy(array(shape, bits, memory))
 
     def make_bools(memory: memoryview, read_only: bool) -> torch.Tensor:
-        return from_numpy(with_sound_bools(array(shape, bits, memory)))
+        found = array(shape, bits, memory)
+        return from_numpy(found if are_bools(memory) else with_sound_bools(found))
 
     def make_carried(memory: memoryview, read_only: bool) -> torch.Tensor:
         return _seen_as(dtype, from_numpy(array(shape, bits, memory)))

@@ -451,7 +451,7 @@ def test_an_error_of_msgspec_is_a_codec_error_whatever_it_derives_from(
 
     monkeypatch.setattr(unpacking, "_decode", refuse)
     monkeypatch.setattr(plain, "_decode", refuse)
-    areas = [area_of(CODEC.encode(payload)) for payload in ({"step": 1}, (1, 2))]
+    areas = [area_of(CODEC.encode(payload)) for payload in ({"step": 1}, {1, 2})]
     assert decode_several(areas[:1] * 2) == []
     for area in areas:
         with pytest.raises(CodecError, match="the data is malformed"):

@@ -351,12 +351,19 @@ def _ordered(items: dict[Any, Any], metadata: Any) -> Any:
 
 
 def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists = st.lists(inner, max_size=4)
     dicts = st.dictionaries(keys, inner, max_size=4)
     ordered = st.builds(_ordered, dicts, st.none() | inner)
-    return st.lists(inner, max_size=4) | dicts | ordered
+    return lists | lists.map(tuple) | dicts | ordered
 
 
-mixed = st.recursive(plain | tensors | arrays, _containers, max_leaves=30)
+scalars = st.sampled_from(
+    [
+        *(np.bool_(True), np.bool_(False), np.uint8(7), np.int64(-3), np.float16(2)),
+        *(np.float32(1.5), np.float64("nan"), np.complex64(1 + 2j), np.longdouble(3)),
+    ]
+)
+mixed = st.recursive(plain | scalars | tensors | arrays, _containers, max_leaves=30)
 
 
 def in_python(payload: Any) -> bytes:
@@ -364,14 +371,15 @@ def in_python(payload: Any) -> bytes:
     return CODEC._encode_plainly(payload).pack()
 
 
-def has_any(payload: Any) -> int:
-    """How many tensors and arrays there are in it."""
-    if isinstance(payload, dict):
-        metadata = getattr(payload, "_metadata", None)
-        return sum(map(has_any, [*payload.values(), metadata]))
-    if isinstance(payload, list):
-        return sum(map(has_any, payload))
-    return isinstance(payload, torch.Tensor | np.ndarray)
+def has_any(payload: Any) -> bool:
+    """Whether there is anything in it that is no plain data."""
+    if type(payload) is dict:
+        return any(map(has_any, payload.values()))
+    if type(payload) is list:
+        return any(map(has_any, payload))
+    return isinstance(
+        payload, torch.Tensor | np.ndarray | np.generic | tuple | OrderedDict
+    )
 
 
 @needs_compiled
@@ -394,17 +402,21 @@ def test_tensors_among_plain_data_are_packed_as_the_codec_does(payload: Any) -> 
         torch.zeros(4, 3),
         np.zeros((3, 2)).T,
         np.zeros((2, 3), "S4"),
-        np.float32(1),
+        np.str_("a"),
+        np.datetime64(1, "s"),
+        np.void(b"abc"),
         bytearray(3),
-        (1, 2),
+        {1, 2},
+        (1, {2}),
         2**64,
         "\ud800",
         {torch.zeros(1): 1},
         [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]],
+        ((((((((((((((((((1,),),),),),),),),),),),),),),),),),),
         "x" * 70_000,
         OrderedDict({(1, 2): 1}),
-        OrderedDict({1: (1, 2)}),
-        _ordered({1: 2}, (1, 2)),
+        OrderedDict({1: {1, 2}}),
+        _ordered({1: 2}, {1, 2}),
     ],
     ids=lambda value: "",
 )
@@ -621,7 +633,8 @@ def test_what_is_damaged_is_unpacked_as_the_codec_does_or_not_at_all(
 ) -> None:
     """Whatever a peer sends."""
     inner = _ordered({"b": np.ones(2), "c": True}, {"": {"version": 1}})
-    payload = {"a": torch.ones(3), "n": [1, inner, "é"], "c": torch.ones(3)}
+    numbers = (np.float32(2), np.bool_(True), np.int8(3))
+    payload = {"a": torch.ones(3), "n": [1, inner, "é", numbers], "c": torch.ones(3)}
     area = bytearray(in_python(payload))
     decoded_in_python(bytes(area))
     for place, value in damage:
