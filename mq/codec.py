@@ -146,9 +146,8 @@ class Codec:
         topic: str,
         leaves: frozenset[type],
         carried: frozenset[str],
-        apart: int = ext.LARGE,
     ) -> Frames:
-        packer = packing.Packer(self._allow_pickle, leaves, carried, apart)
+        packer = packing.Packer(self._allow_pickle, leaves, carried)
         try:
             skeleton = _encode(packer.pack(payload, 0))
         except packing.Refusal as refusal:
@@ -162,13 +161,13 @@ class Codec:
         except (OverflowError, UnicodeEncodeError):
             if leaves is packing.CAREFUL_LEAVES:
                 raise
-            return self._pack(payload, topic, packing.CAREFUL_LEAVES, carried, apart)
-        if len(skeleton) >= ext.LARGE:
-            if packing.APART_BYTES <= packer.longest:
-                return self._pack(payload, topic, leaves, carried, packing.APART_BYTES)
-            if leaves is packing.LEAVES and _may_hold_large_str(skeleton):
-                careful = packing.CAREFUL_LEAVES
-                return self._pack(payload, topic, careful, carried, apart)
+            return self._pack(payload, topic, packing.CAREFUL_LEAVES, carried)
+        if (
+            len(skeleton) >= ext.LARGE
+            and leaves is packing.LEAVES
+            and _may_hold_large_str(skeleton)
+        ):
+            return self._pack(payload, topic, packing.CAREFUL_LEAVES, carried)
         for wait in packer.waits:
             wait()
         if not packer.extended:

@@ -31,7 +31,10 @@ CAREFUL_LEAVES: Final = frozenset({type(None), bool, float})
 """The same for payloads in which some int or str turned out too large for msgpack."""
 
 APART_BYTES: Final = 4096
-"""Bytes of this length are buffers where a skeleton with them would be large."""
+"""Bytes of this length are buffers, too, once so many have been put into the skeleton
+that it would be large."""
+MOST_APART_BYTES: Final = 8 << 20
+"""Up to so many in all; of more, each would be copied before the first has left."""
 
 Handler: TypeAlias = "Callable[[Packer, Any, int], Any]"
 
@@ -58,20 +61,18 @@ class Packer:
         waits: What to call before the buffers hold their data.
         carried: Devices whose tensors stay there, as torch names them.
         areas: By device, what stays there.
-        apart: The length from which on bytes are buffers.
-        longest: That of the longest which are none.
+        passed: How many bytes `APART_BYTES` and `MOST_APART_BYTES` have been asked of.
     """
 
     __slots__ = (
         "_allow_pickle",
-        "apart",
         "areas",
         "buffers",
         "carried",
         "extended",
         "leaves",
-        "longest",
         "needs",
+        "passed",
         "waits",
     )
 
@@ -80,11 +81,9 @@ class Packer:
         allow_pickle: bool,
         leaves: frozenset[type],
         carried: frozenset[str] = frozenset(),
-        apart: int = ext.LARGE,
     ) -> None:
         self._allow_pickle = allow_pickle
-        self.apart = apart
-        self.longest = 0
+        self.passed = 0
         self.leaves = leaves
         self.carried = carried
         self.areas: dict[str, Area] = {}
@@ -265,9 +264,12 @@ def _pack_bytearray(packer: Packer, value: bytearray, depth: int) -> Any:
 
 
 def _goes_apart(packer: Packer, value: bytes | bytearray) -> bool:
-    if len(value) < packer.apart:
-        packer.longest = max(packer.longest, len(value))
+    if len(value) < APART_BYTES:
         return False
+    if len(value) < ext.LARGE:
+        packer.passed += len(value)
+        if not ext.LARGE <= packer.passed < MOST_APART_BYTES:
+            return False
     packer.buffers.append(memoryview(value))
     return True
 

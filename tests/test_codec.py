@@ -23,10 +23,10 @@ from make_golden import FOLDER, NAN, PAYLOADS
 from payload_checks import CODEC, area_of, same, travel
 
 from mq import plain, unpacking
-from mq.codec import Codec
+from mq.codec import Codec, add_safe_types
 from mq.errors import CodecError
 from mq.frames import PLAIN, Frames
-from mq.packing import APART_BYTES
+from mq.packing import APART_BYTES, MOST_APART_BYTES
 from mq.plain import decode_several
 
 
@@ -312,8 +312,28 @@ def test_long_strings_and_wide_ints_travel() -> None:
     for kind in (bytes, bytearray):
         images = [kind(b"x" * APART_BYTES)] * 20
         found = CODEC.encode(images)
-        assert [buffer.nbytes for buffer in found.buffers] == [APART_BYTES] * 20
+        assert [buffer.nbytes for buffer in found.buffers] == [APART_BYTES] * 5
         assert same(travel(images), images)
+    many = [b"x" * 60_000] * 200
+    assert len(CODEC.encode(many).buffers) == MOST_APART_BYTES // 60_000 - 1
+    assert same(travel(many), many)
+
+
+def test_what_is_registered_is_encoded_once_beside_many_bytes() -> None:
+    """Its `encode` may take what it sends from where it is."""
+
+    class Taken:
+        def __init__(self, items: list[int]) -> None:
+            self.items = items
+
+        def take(self) -> list[int]:
+            taken, self.items = self.items, []
+            return taken
+
+    add_safe_types(Taken, encode=Taken.take, decode=Taken)
+    payload = [Taken([1, 2]), [b"x" * 30_000] * 4, Taken([3])]
+    found = CODEC.decode(area_of(CODEC.encode(payload)))
+    assert [found[0].items, found[2].items] == [[1, 2], [3]]
 
 
 def test_plain_data_takes_the_short_prefix() -> None:
