@@ -36,7 +36,7 @@ stress: $(READY)
 oldest: $(OLDEST)/ready
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -p no:cacheprovider \
 		tests/test_oldest.py tests/test_codec.py tests/test_hostile_payloads.py \
-		tests/test_speed.py tests/test_devices.py tests/test_handshake.py \
+		tests/test_speed.py tests/test_speed_messages.py tests/test_devices.py tests/test_handshake.py \
 		tests/test_links.py tests/test_zmq_link.py tests/test_nng_link.py \
 		tests/test_safe_types.py tests/test_safe_tensordicts.py
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -p no:cacheprovider \
