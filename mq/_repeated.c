@@ -674,7 +674,7 @@ take_described(Source *in, uint64_t size, int levels)
     Source body = {in->at, in->at + size, in->tensors};
     in->at += size;
     return code == ORDERED_DICT ? take_ordered(&body, levels)
-           : code == TUPLE      ? take_tuple(&body, levels + 1)
+           : code == TUPLE      ? take_tuple(&body, levels)
            : code == SCALAR     ? take_scalar(body.at, size)
                                 : take_tensor(in->tensors, body.at, size, code);
 }

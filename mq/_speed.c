@@ -459,10 +459,12 @@ take_ordered(Source *body, int levels)
 PyObject *
 take_tuple(Source *body, int levels)
 {
-    PyObject *items = levels < MOST_LEVELS ? take_value(body, levels, 0) : NULL;
-    PyObject *found = NULL;
-    if (items != NULL && PyList_CheckExact(items) && body->at == body->end)
-        found = PyList_AsTuple(items);
+    /* Only a list is one more level: of extensions in one another there would be no end. */
+    int opcode = left(body) ? *body->at : 0;
+    if ((opcode & 0xf0) != 0x90 && opcode != 0xdc && opcode != 0xdd)
+        return NULL;
+    PyObject *items = take_value(body, levels, 0);
+    PyObject *found = items != NULL && body->at == body->end ? PyList_AsTuple(items) : NULL;
     Py_XDECREF(items);
     return found;
 }

@@ -155,8 +155,10 @@ def unpack_scalar(unpacker: Unpacker, body: memoryview) -> Any:
         raise CodecError(f"a NumPy scalar of {dtype} with {len(raw)} bytes")
     array = with_sound_bools(np.ndarray((), dtype, bytearray(raw) if raw else None))
     array.flags.writeable = False  # a record is a view, and hashed only where it is not
-    if dtype.kind in _SCALARS and body == encode([name, raw]):
-        _scalar_makers[bytes(body[: -len(raw)])] = _scalar_maker(dtype)
+    if dtype.kind in _SCALARS:
+        again = encode([name, raw])  # of the body nothing is read twice
+        if body == again:
+            _scalar_makers[again[: -len(raw)]] = _scalar_maker(dtype)
     return array[()]
 
 

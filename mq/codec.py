@@ -146,8 +146,9 @@ class Codec:
         topic: str,
         leaves: frozenset[type],
         carried: frozenset[str],
+        before: Iterable[Any] = (),
     ) -> Frames:
-        packer = packing.Packer(self._allow_pickle, leaves, carried)
+        packer = packing.Packer(self._allow_pickle, leaves, carried, before)
         try:
             skeleton = _encode(packer.pack(payload, 0))
         except packing.Refusal as refusal:
@@ -161,13 +162,13 @@ class Codec:
         except (OverflowError, UnicodeEncodeError):
             if leaves is packing.CAREFUL_LEAVES:
                 raise
-            return self._pack(payload, topic, packing.CAREFUL_LEAVES, carried)
+            return self._pack_carefully(payload, topic, carried, packer.made)
         if (
             len(skeleton) >= ext.LARGE
             and leaves is packing.LEAVES
             and _may_hold_large_str(skeleton)
         ):
-            return self._pack(payload, topic, packing.CAREFUL_LEAVES, carried)
+            return self._pack_carefully(payload, topic, carried, packer.made)
         for wait in packer.waits:
             wait()
         if not packer.extended:
@@ -179,6 +180,12 @@ class Codec:
             frozenset(packer.needs),
             tuple(packer.areas.values()),
         )
+
+    def _pack_carefully(
+        self, payload: Any, topic: str, carried: frozenset[str], before: Iterable[Any]
+    ) -> Frames:
+        """Once more, after some int or str turned out too large for msgpack."""
+        return self._pack(payload, topic, packing.CAREFUL_LEAVES, carried, before)
 
     def _encode_plainly(self, payload: Any) -> Frames:
         return self._pack(payload, "", packing.LEAVES, _NOTHING)

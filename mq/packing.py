@@ -6,12 +6,13 @@ type, or is refused with its place in the payload.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import struct
 import sys
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ from mq.errors import CodecError
 if TYPE_CHECKING:
     from mq.devices import Area
 
+_Made = TypeVar("_Made")
 encode: Final = msgspec.msgpack.Encoder().encode
 
 LEAVES: Final = frozenset({type(None), bool, int, float, str})
@@ -61,16 +63,19 @@ class Packer:
         waits: What to call before the buffers hold their data.
         carried: Devices whose tensors stay there, as torch names them.
         areas: By device, what stays there.
+        made: What `once` has made, for a packer that packs the payload again.
         passed: How many bytes `APART_BYTES` and `MOST_APART_BYTES` have been asked of.
     """
 
     __slots__ = (
         "_allow_pickle",
+        "_before",
         "areas",
         "buffers",
         "carried",
         "extended",
         "leaves",
+        "made",
         "needs",
         "passed",
         "waits",
@@ -81,8 +86,11 @@ class Packer:
         allow_pickle: bool,
         leaves: frozenset[type],
         carried: frozenset[str] = frozenset(),
+        before: Iterable[Any] = (),
     ) -> None:
         self._allow_pickle = allow_pickle
+        self._before = deque(before)
+        self.made: list[Any] = []
         self.passed = 0
         self.leaves = leaves
         self.carried = carried
@@ -98,6 +106,15 @@ class Packer:
         if kind in self.leaves:
             return value
         return (_HANDLERS.get(kind) or self.handler(kind))(self, value, depth)
+
+    def once(self, make: Callable[[], _Made]) -> _Made:
+        """What the application's code makes, which may be another thing the next time.
+
+        Where the payload is packed again, it is what was made before.
+        """
+        made: _Made = self._before.popleft() if self._before else make()
+        self.made.append(made)
+        return made
 
     def ext(self, code: int, body: bytes) -> msgspec.msgpack.Ext:
         """An extension value of the skeleton."""
@@ -283,7 +300,7 @@ def _pack_object(packer: Packer, value: Any, depth: int) -> Any:
     entry = safe_types.by_type(type(value))
     assert entry is not None  # handler() looked it up
     try:
-        state = entry.encode(value)
+        state = packer.once(functools.partial(entry.encode, value))
     except CodecError as error:
         raise Refusal(str(error)) from error
     except Exception as error:  # the application's code may raise anything
@@ -299,16 +316,19 @@ def _pack_object(packer: Packer, value: Any, depth: int) -> Any:
     return packer.ext(ext.OBJECT, encode([entry.name, packed]))
 
 
-def _pack_pickle(packer: Packer, value: Any, depth: int) -> Any:
+def _pickled(value: Any) -> list[memoryview]:
     out_of_band: list[pickle.PickleBuffer] = []
+    raw = pickle.dumps(value, protocol=5, buffer_callback=out_of_band.append)
+    return [memoryview(raw), *(buffer.raw() for buffer in out_of_band)]
+
+
+def _pack_pickle(packer: Packer, value: Any, depth: int) -> Any:
     try:
-        raw = pickle.dumps(value, protocol=5, buffer_callback=out_of_band.append)
-        views = [buffer.raw() for buffer in out_of_band]
+        views = packer.once(functools.partial(_pickled, value))
     except Exception as error:  # objects pickle themselves, and may raise anything
         raise Refusal(
             f"a {safe_types.type_name(type(value))} cannot be pickled: {error}"
         ) from error
-    views.insert(0, memoryview(raw))
     packer.needs.add(safe_types.PICKLE)
     packer.buffers += views
     return packer.ext(ext.PICKLE, encode([view.nbytes for view in views]))

@@ -319,7 +319,12 @@ def test_long_strings_and_wide_ints_travel() -> None:
     assert same(travel(many), many)
 
 
-def test_what_is_registered_is_encoded_once_beside_many_bytes() -> None:
+@pytest.mark.parametrize(
+    "other",
+    [[b"x" * 30_000] * 4, 2**70, "x" * 70_000, ("é" * 40_000, -(2**80))],
+    ids=["bytes", "int", "str", "both"],
+)
+def test_what_is_registered_is_encoded_once_whatever_is_beside_it(other: Any) -> None:
     """Its `encode` may take what it sends from where it is."""
 
     class Taken:
@@ -331,9 +336,31 @@ def test_what_is_registered_is_encoded_once_beside_many_bytes() -> None:
             return taken
 
     add_safe_types(Taken, encode=Taken.take, decode=Taken)
-    payload = [Taken([1, 2]), [b"x" * 30_000] * 4, Taken([3])]
+    twice = Taken([3, 2**70])
+    payload = [Taken([1, 2]), other, twice, twice]
     found = CODEC.decode(area_of(CODEC.encode(payload)))
-    assert [found[0].items, found[2].items] == [[1, 2], [3]]
+    assert [one.items for one in (found[0], *found[2:])] == [[1, 2], [3, 2**70], []]
+    assert same(found[1], other)
+
+
+class Counted:
+    """Knows how often it was pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        Counted.pickled += 1
+        return Counted, ()
+
+
+def test_what_is_pickled_is_pickled_once() -> None:
+    """Whatever is beside it."""
+    codec = Codec(allow_pickle=True)
+    for other in (2**70, "x" * 70_000, [b"x" * 30_000] * 4):
+        Counted.pickled = 0
+        found = codec.decode(area_of(codec.encode([Counted(), other, Counted()])))
+        assert Counted.pickled == 2
+        assert [type(one) for one in (found[0], found[2])] == [Counted] * 2
 
 
 def test_plain_data_takes_the_short_prefix() -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -460,6 +461,30 @@ def test_the_weights_of_a_model_go_the_short_way(
         found = speed.unpack_mixed(area, False)
         assert same(found, payload)
         assert same(CODEC.decode(area), payload)
+
+
+@needs_compiled
+@pytest.mark.parametrize("kind", [tuple, list, lambda items: OrderedDict(a=items[0])])
+def test_what_is_packed_in_c_is_unpacked_there(kind: Callable[[Any], Any]) -> None:
+    """However deep it is."""
+    payload: Any = (1,)
+    for levels in range(1, 20):
+        found = speed.pack_mixed(payload, repeated.described)
+        assert (found is not None) == (levels <= 16)
+        area = memoryview(bytearray(in_python(payload)))
+        unpacked = speed.unpack_mixed(area, False)
+        assert same(unpacked, payload if levels <= 16 else None)
+        payload = kind([payload])
+
+
+@needs_compiled
+def test_extensions_in_one_another_are_left_to_the_codec() -> None:
+    """A peer may send thousands of tuples whose body is none."""
+    body = b"\x90"
+    while len(body) < 100_000:
+        body = msgspec.msgpack.encode(msgspec.msgpack.Ext(1, body))
+    head = b"MQ\x01\x01" + struct.pack("<II", len(body), 0)
+    assert speed.unpack_mixed(memoryview(bytearray(head + body)), False) is None
 
 
 @needs_compiled
