@@ -21,13 +21,18 @@ _guards: Final[list[Callable[[], Any]]] = []
 
 def outside(function: Callable[..., _Result], *args: Any) -> _Result:
     """What a function returns, where no mode has an effect on what it makes."""
-    for is_on in _asked:
-        if is_on():
-            break
-    else:
+    if not is_any_on():
         return function(*args)
     with _outside():
         return function(*args)
+
+
+def is_any_on() -> bool:
+    """Whether there is a mode in this thread."""
+    for is_on in _asked:
+        if is_on():
+            return True
+    return False
 
 
 @contextlib.contextmanager

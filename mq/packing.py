@@ -6,7 +6,6 @@ type, or is refused with its place in the payload.
 
 from __future__ import annotations
 
-import functools
 import pickle
 import struct
 import sys
@@ -107,12 +106,12 @@ class Packer:
             return value
         return (_HANDLERS.get(kind) or self.handler(kind))(self, value, depth)
 
-    def once(self, make: Callable[[], _Made]) -> _Made:
-        """What the application's code makes, which may be another thing the next time.
+    def once(self, make: Callable[[Any], _Made], value: Any) -> _Made:
+        """What the application's code makes of it, perhaps another thing the next time.
 
         Where the payload is packed again, it is what was made before.
         """
-        made: _Made = self._before.popleft() if self._before else make()
+        made: _Made = self._before.popleft() if self._before else make(value)
         self.made.append(made)
         return made
 
@@ -300,7 +299,7 @@ def _pack_object(packer: Packer, value: Any, depth: int) -> Any:
     entry = safe_types.by_type(type(value))
     assert entry is not None  # handler() looked it up
     try:
-        state = packer.once(functools.partial(entry.encode, value))
+        state = packer.once(entry.encode, value)
     except CodecError as error:
         raise Refusal(str(error)) from error
     except Exception as error:  # the application's code may raise anything
@@ -324,7 +323,7 @@ def _pickled(value: Any) -> list[memoryview]:
 
 def _pack_pickle(packer: Packer, value: Any, depth: int) -> Any:
     try:
-        views = packer.once(functools.partial(_pickled, value))
+        views = packer.once(_pickled, value)
     except Exception as error:  # objects pickle themselves, and may raise anything
         raise Refusal(
             f"a {safe_types.type_name(type(value))} cannot be pickled: {error}"
