@@ -253,7 +253,14 @@ area_or_none(PyObject *area)
     if (area != NULL)
         return area;
     if (PyErr_Occurred()) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception))
+        /* Of any other kind it is most likely a signal handler's, and must not be lost. */
+        PyObject *const kinds[] = {PyExc_AssertionError, PyExc_AttributeError, PyExc_ArithmeticError,
+                                   PyExc_BufferError, PyExc_MemoryError, PyExc_RuntimeError,
+                                   PyExc_TypeError, PyExc_ValueError, PyExc_Warning};
+        int is_ours = 0;
+        for (size_t n = 0; n < sizeof kinds / sizeof *kinds; n++)
+            is_ours |= PyErr_ExceptionMatches(kinds[n]);
+        if (!is_ours)
             return NULL;
         PyErr_Clear();
     }

@@ -137,7 +137,7 @@ def encode(payload: Any, tensors: Sequence[Any]) -> frames.Frames | None:
     header, nbytes = found
     try:
         buffers = tuple([KINDS[type(tensor)].buffer(tensor) for tensor in tensors])
-    except Exception:  # under a mode of torch's, as `pack_tensor` then says
+    except (AssertionError, TypeError, RuntimeError, Warning):  # what torch raises
         return None
     return frames.Frames(header, buffers, nbytes, frozenset())
 

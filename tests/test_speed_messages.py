@@ -213,6 +213,34 @@ def test_a_large_message_is_packed_as_the_codec_does(
             assert same(CODEC.decode(area, own=True), payload)
 
 
+def _time_out(*_: object) -> Any:
+    raise TimeoutError("the application's alarm")
+
+
+@needs_compiled
+def test_what_a_signal_handler_raises_meanwhile_is_not_lost() -> None:
+    """It may be called in whatever here is Python's."""
+    tensor = torch.ones(INLINE_BYTES)
+    for payload in (tensor, {"a": tensor}, [tensor]):
+        encoded(payload)
+        assert CODEC.encode(payload).buffers
+        speed.know_tensors(torch.Tensor, torch.strided, _known.read, _time_out)
+        try:
+            with pytest.raises(TimeoutError, match="alarm"):
+                CODEC.encode(payload)
+        finally:
+            speed.know_tensors(torch.Tensor, torch.strided, _known.read, _buffer)
+    area = in_python([torch.ones(3), 1])
+    decoded_in_python(area)
+    makers = {body: (nbytes, _time_out) for body, (nbytes, _) in _known.read.items()}
+    speed.know_tensors(torch.Tensor, torch.strided, makers, _buffer)
+    try:
+        with pytest.raises(TimeoutError, match="alarm"):
+            speed.unpack_mixed(memoryview(bytearray(area)), False)
+    finally:
+        speed.know_tensors(torch.Tensor, torch.strided, _known.read, _buffer)
+
+
 @needs_compiled
 def test_what_changes_its_size_meanwhile_is_left_to_the_codec(
     monkeypatch: pytest.MonkeyPatch,
