@@ -404,21 +404,28 @@ take_list(Source *in, uint64_t count, int levels)
     return list;
 }
 
+/* So many pairs into a mapping, whose reference is taken over; NULL: it is no more. */
+static inline PyObject *
+take_pairs(Source *in, uint64_t count, int levels, PyObject *mapping,
+           int (*set)(PyObject *, PyObject *, PyObject *))
+{
+    for (uint64_t n = 0; mapping != NULL && n < count; n++) {
+        PyObject *key = take_value(in, levels + 1, 1);
+        PyObject *value = key == NULL ? NULL : take_value(in, levels + 1, 0);
+        if (value == NULL || set(mapping, key, value) < 0)
+            Py_CLEAR(mapping);
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return mapping;
+}
+
 static PyObject *
 take_dict(Source *in, uint64_t count, int levels)
 {
     if (count > (uint64_t)left(in) / 2 || levels >= MOST_LEVELS)
         return NULL;
-    PyObject *dict = PyDict_New();
-    for (uint64_t n = 0; dict != NULL && n < count; n++) {
-        PyObject *key = take_value(in, levels + 1, 1);
-        PyObject *value = key == NULL ? NULL : take_value(in, levels + 1, 0);
-        if (value == NULL || PyDict_SetItem(dict, key, value) < 0)
-            Py_CLEAR(dict);
-        Py_XDECREF(key);
-        Py_XDECREF(value);
-    }
-    return dict;
+    return take_pairs(in, count, levels, PyDict_New(), PyDict_SetItem);
 }
 
 PyObject *
@@ -437,14 +444,7 @@ take_ordered(Source *body, int levels)
     if (count % 2)
         return NULL;
     PyObject *mapping = PyObject_CallNoArgs((PyObject *)&PyODict_Type);
-    for (uint64_t n = 0; mapping != NULL && n < count; n += 2) {
-        PyObject *key = take_value(body, levels + 1, 1);
-        PyObject *value = key == NULL ? NULL : take_value(body, levels + 1, 0);
-        if (value == NULL || PyObject_SetItem(mapping, key, value) < 0)
-            Py_CLEAR(mapping);
-        Py_XDECREF(key);
-        Py_XDECREF(value);
-    }
+    mapping = take_pairs(body, count / 2, levels, mapping, PyObject_SetItem);
     if (mapping != NULL && has_metadata) {
         PyObject *metadata = take_value(body, levels + 1, 0);
         if (metadata == NULL || PyObject_SetAttrString(mapping, "_metadata", metadata) < 0)
