@@ -12,8 +12,14 @@ def state(tensors: Any) -> dict[str, Any]:
 
     And which entries are no tensors, but for text, which cannot be taken for any.
     """
+    from torch import Tensor
+
     entries = dict(tensors.items())
-    singles = [key for key, value in entries.items() if _is_single(value)]
+    singles = [
+        key
+        for key, value in entries.items()
+        if type(value) is not Tensor and _is_single(value)
+    ]
     entries.update((key, entries[key].data) for key in singles)
     found = {
         "entries": entries,
