@@ -9,6 +9,7 @@
 #define MOST_LEVELS 16    /* mq.plain.MOST_LEVELS */
 #define TUPLE 1           /* mq.extensions */
 #define ORDERED_DICT 5
+#define OBJECT 19
 
 struct Parts;
 
@@ -43,7 +44,12 @@ int grow(Buffer *out, size_t more);
 /* -1 without an exception: it is of a kind left to the twin. `levels` are around it. */
 int put_value(Buffer *out, PyObject *value, int levels);
 /* The same of what is no plain data. */
-int put_described(Buffer *out, PyObject *value);
+int put_described(Buffer *out, PyObject *value, int levels);
+int put_opcode(Buffer *out, unsigned char opcode);
+int put_str(Buffer *out, PyObject *value);
+/* What has been put since `start`, where room for `MOST_BEFORE` bytes was left, is the
+   body of an extension. */
+void end_extension(Buffer *out, size_t start, int code);
 #pragma GCC visibility pop
 
 #define MOST_BEFORE 6 /* bytes before the body of an extension */

@@ -26,12 +26,17 @@ static PyObject *scalar_starts; /* by type, what is before the bytes of a scalar
 static PyObject *scalar_makers; /* by that, what makes one of its bytes */
 static PyObject *bytes_of_tensor, *bytes_of_array; /* `Kind.buffer` of mq/repeated.py */
 static PyObject *described_tensors, *described_arrays; /* by their descriptions */
+static PyObject *tables; /* a list of registered types by type and by name: mq/safe_types.py */
+static PyObject *attempt, *raised, *build; /* mq/foreign.py */
+static PyObject *nothing; /* frozenset() */
 static PyObject *str_code, *str_data, *str_data_ptr, *str_dtype, *str_is_conj, *str_is_contiguous, *str_is_cpu,
-    *str_is_neg, *str_is_nested, *str_layout, *str_nbytes, *str_requires_grad, *str_shape;
+    *str_is_neg, *str_is_nested, *str_layout, *str_nbytes, *str_requires_grad, *str_shape,
+    *str_untyped_storage;
 
 /* One of the payload's: `view` is held until it is released, `values` are its own. */
 typedef struct {
     PyObject *values;
+    PyObject *key; /* what it must still have; NULL: nobody has changed it meanwhile */
     Py_buffer view;
     Py_ssize_t nbytes;
 } Part;
@@ -120,6 +125,34 @@ place_of(PyObject *tensor)
     return bytes;
 }
 
+/* Whether its bytes are in the memory that it is a view of. */
+static int
+is_within(PyObject *tensor, Py_ssize_t nbytes)
+{
+    PyObject *storage = PyObject_CallMethodNoArgs(tensor, str_untyped_storage);
+    PyObject *number = storage == NULL ? NULL : PyObject_CallMethodNoArgs(storage, str_nbytes);
+    Py_ssize_t of_all = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    const char *first = of_all < 0 ? NULL : place_of(storage);
+    const char *bytes = first == NULL ? NULL : place_of(tensor);
+    Py_XDECREF(storage);
+    Py_XDECREF(number);
+    return bytes != NULL && bytes >= first && nbytes <= of_all - (bytes - first);
+}
+
+/* Whether it still is what it was described as: code of the application's has run. The
+   memory of an array is held. */
+static int
+is_as_before(const Part *part)
+{
+    if (part->key == NULL || part->view.obj != NULL)
+        return 1;
+    Part again = {.values = part->values};
+    PyObject *key = key_of(&again);
+    int so = key != NULL && PyObject_RichCompareBool(key, part->key, Py_EQ) == 1;
+    Py_XDECREF(key);
+    return so && is_within(part->values, part->nbytes);
+}
+
 /* Its bytes go to `place`, where there is so much room; how many; -1: it is another. */
 static Py_ssize_t
 put_bytes(const Part *part, char *place, Py_ssize_t room)
@@ -130,7 +163,7 @@ put_bytes(const Part *part, char *place, Py_ssize_t room)
         memcpy(place, part->view.buf, part->view.len);
         return part->view.len;
     }
-    PyObject *number = PyObject_GetAttr(part->values, str_nbytes);
+    PyObject *number = is_as_before(part) ? PyObject_GetAttr(part->values, str_nbytes) : NULL;
     Py_ssize_t nbytes = number == NULL ? -1 : PyLong_AsSsize_t(number);
     Py_XDECREF(number);
     if (nbytes <= 0 || nbytes > room)
@@ -174,6 +207,8 @@ static PyObject *
 bytes_of(const Part *part)
 {
     int is_array = part->view.obj != NULL;
+    if (!is_as_before(part))
+        return NULL;
     PyObject *bytes = PyObject_CallOneArg(is_array ? bytes_of_array : bytes_of_tensor, part->values);
     if (bytes != NULL
         && (!PyMemoryView_Check(bytes)
@@ -198,7 +233,7 @@ refer(PyObject *header, Py_ssize_t nbytes, const Part *parts, Py_ssize_t count)
     }
     PyObject *all = buffers == NULL || end != nbytes ? NULL : PyList_AsTuple(buffers);
     Py_XDECREF(buffers);
-    return all == NULL ? NULL : Py_BuildValue("(ONn)", header, all, nbytes);
+    return all == NULL ? NULL : Py_BuildValue("(ONnO)", header, all, nbytes, nothing);
 }
 
 static PyObject *
@@ -304,6 +339,9 @@ pack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 struct Parts {
     PyObject *described;
+    PyObject *made;  /* registered objects, with what `attempt` gave; NULL: there are none */
+    PyObject *needs; /* names of their types */
+    int raised;      /* the exception is none of ours */
     Py_ssize_t count, room;
     Part *all, first[MOST_TENSORS];
 };
@@ -368,17 +406,42 @@ put_scalar(Buffer *out, PyObject *start, PyObject *value)
     return place == NULL ? -1 : 0;
 }
 
-int
-put_described(Buffer *out, PyObject *value)
+/* An object of a registered type. What is made of it is kept for the twin: it is made once,
+   also where the payload turns out to be left to that. */
+static int
+put_object(Buffer *out, PyObject *entry, PyObject *value, int levels)
 {
-    PyObject *start =
-        scalar_starts == NULL ? NULL : PyDict_GetItemWithError(scalar_starts, (PyObject *)Py_TYPE(value));
-    if (start != NULL) {
-        Py_INCREF(start);
-        int put = put_scalar(out, start, value);
-        Py_DECREF(start);
-        return put;
+    struct Parts *parts = out->parts;
+    if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 5 || levels >= MOST_LEVELS)
+        return -1;
+    if (parts->made == NULL) {
+        parts->needs = PySet_New(NULL);
+        parts->made = parts->needs == NULL ? NULL : PyList_New(0);
+        if (parts->made == NULL)
+            return -1;
     }
+    PyObject *name = PyTuple_GET_ITEM(entry, 0);
+    PyObject *state = PyObject_CallFunctionObjArgs(attempt, PyTuple_GET_ITEM(entry, 2), value, NULL);
+    if (state == NULL) /* no `Raised`: a signal's handler has come before or after it */
+        parts->raised = !PyErr_ExceptionMatches(PyExc_RecursionError)
+                        && !PyErr_ExceptionMatches(PyExc_MemoryError);
+    PyObject *pair = state == NULL ? NULL : PyTuple_Pack(2, value, state);
+    size_t start = out->size;
+    int failed = pair == NULL || PyList_Append(parts->made, pair)
+                 || (PyObject *)Py_TYPE(state) == raised || PySet_Add(parts->needs, name) || extend(out, MOST_BEFORE) == NULL
+                 || put_opcode(out, 0x92) || put_str(out, name)
+                 || put_value(out, state, levels + 1);
+    Py_XDECREF(pair);
+    Py_XDECREF(state);
+    if (failed)
+        return -1;
+    end_extension(out, start, OBJECT);
+    return 0;
+}
+
+static int
+put_tensor(Buffer *out, PyObject *value)
+{
     struct Parts *parts = out->parts;
     if (make_room(parts) < 0)
         return -1;
@@ -387,7 +450,6 @@ put_described(Buffer *out, PyObject *value)
     PyObject *key = key_of(part);
     PyObject *found = key == NULL ? NULL : PyDict_GetItemWithError(parts->described, key);
     Py_XINCREF(found);
-    Py_XDECREF(key);
     Py_ssize_t nbytes = found == NULL ? -1 : size_of(part);
     int failed = -1;
     if (nbytes > 0) {
@@ -401,14 +463,55 @@ put_described(Buffer *out, PyObject *value)
     }
     Py_XDECREF(found);
     if (failed) {
+        Py_XDECREF(key);
         PyBuffer_Release(&part->view);
         return -1;
     }
     out->extended = 1;
+    part->key = key;
     part->values = Py_NewRef(value);
     part->nbytes = nbytes;
     parts->count++;
     return 0;
+}
+
+/* What a table has of a key, a new reference; NULL, perhaps with an exception: nothing. */
+static PyObject *
+look_up(PyObject *table, PyObject *key)
+{
+    if (table == NULL)
+        return NULL;
+    Py_INCREF(table);
+    PyObject *found = PyDict_GetItemWithError(table, key);
+    Py_XINCREF(found);
+    Py_DECREF(table);
+    return found;
+}
+
+/* The same of registered types, by type or by name. */
+static PyObject *
+look_up_type(int by_name, PyObject *key)
+{
+    PyObject *table = tables == NULL || PyList_GET_SIZE(tables) != 2 ? NULL : PyList_GET_ITEM(tables, by_name);
+    return table == NULL || !PyDict_Check(table) ? NULL : look_up(table, key);
+}
+
+int
+put_described(Buffer *out, PyObject *value, int levels)
+{
+    PyObject *type = (PyObject *)Py_TYPE(value);
+    if (type == tensor_type || type == array_type)
+        return put_tensor(out, value);
+    int failed = -1;
+    PyObject *start = look_up(scalar_starts, type);
+    PyObject *entry = start != NULL || PyErr_Occurred() ? NULL : look_up_type(0, type);
+    if (start != NULL)
+        failed = put_scalar(out, start, value);
+    else if (entry != NULL)
+        failed = put_object(out, entry, value, levels);
+    Py_XDECREF(start);
+    Py_XDECREF(entry);
+    return failed;
 }
 
 static void
@@ -436,6 +539,22 @@ header_of(const Buffer *skeleton, const struct Parts *parts)
     return header;
 }
 
+/* The area, or what `Frames` begins with, also where something is asked of a receiver. */
+static PyObject *
+with_needs(PyObject *message, Py_ssize_t nbytes, PyObject *needs)
+{
+    PyObject *set = message == NULL ? NULL : PyFrozenSet_New(needs);
+    PyObject *found = NULL;
+    if (set != NULL && PyBytes_Check(message))
+        found = Py_BuildValue("(O()nO)", message, nbytes, set);
+    else if (set != NULL)
+        found = Py_BuildValue("(OOnO)", PyTuple_GET_ITEM(message, 0), PyTuple_GET_ITEM(message, 1),
+                              nbytes, set);
+    Py_XDECREF(set);
+    Py_XDECREF(message);
+    return found;
+}
+
 static PyObject *
 pack_skeleton(const Buffer *skeleton, const struct Parts *parts)
 {
@@ -445,9 +564,12 @@ pack_skeleton(const Buffer *skeleton, const struct Parts *parts)
     Py_ssize_t nbytes = PyBytes_GET_SIZE(header);
     for (Py_ssize_t n = 0; n < parts->count; n++)
         nbytes = (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + parts->all[n].nbytes;
-    PyObject *area = message_of(header, nbytes, parts->all, parts->count);
+    if (parts->made == NULL)
+        for (Py_ssize_t n = 0; n < parts->count; n++)
+            Py_CLEAR(parts->all[n].key);
+    PyObject *message = message_of(header, nbytes, parts->all, parts->count);
     Py_DECREF(header);
-    return area;
+    return parts->made == NULL ? message : with_needs(message, nbytes, parts->needs);
 }
 
 PyObject *
@@ -468,11 +590,19 @@ pack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     end(&skeleton);
     for (Py_ssize_t n = 0; n < parts.count; n++) {
         PyBuffer_Release(&parts.all[n].view);
+        Py_XDECREF(parts.all[n].key);
         Py_DECREF(parts.all[n].values);
     }
     if (parts.all != parts.first)
         PyMem_Free(parts.all);
-    return area_or_none(area);
+    Py_XDECREF(parts.needs);
+    area = parts.raised ? NULL : area_or_none(area);
+    if (area != Py_None || parts.made == NULL) {
+        Py_XDECREF(parts.made);
+        return area;
+    }
+    Py_DECREF(area);
+    return parts.made;
 }
 
 /* -- the other way ---------- */
@@ -611,6 +741,8 @@ unpack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 /* Tensors among other values: those of a message, in the order of its buffers. */
 struct Tensors {
     PyObject *area, *read_only;
+    PyObject *made; /* for what `build` gives; NULL: objects are left to the twin */
+    int raised;     /* the exception is what that raised */
     Py_ssize_t count, taken, end;
     const unsigned char *sizes;
 };
@@ -672,6 +804,29 @@ take_scalar(const unsigned char *body, uint64_t size)
     return made;
 }
 
+/* An object of a registered type: a list of its name and of its state. */
+static PyObject *
+take_object(Source *body, int levels)
+{
+    struct Tensors *tensors = body->tensors;
+    if (tensors->made == NULL || levels >= MOST_LEVELS || body->at == body->end || *body->at++ != 0x92)
+        return NULL;
+    PyObject *name = take_value(body, levels, 1);
+    PyObject *entry = name == NULL || !PyUnicode_CheckExact(name) ? NULL : look_up_type(1, name);
+    PyObject *state = entry == NULL ? NULL : take_value(body, levels + 1, 0);
+    PyObject *made = NULL;
+    if (state != NULL && body->at == body->end) {
+        made = PyObject_CallFunctionObjArgs(build, entry, state, NULL);
+        tensors->raised = made == NULL;
+        if (made != NULL && PyList_Append(tensors->made, made) < 0)
+            Py_CLEAR(made);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(entry);
+    Py_XDECREF(state);
+    return made;
+}
+
 PyObject *
 take_described(Source *in, uint64_t size, int levels)
 {
@@ -682,31 +837,35 @@ take_described(Source *in, uint64_t size, int levels)
     in->at += size;
     return code == ORDERED_DICT ? take_ordered(&body, levels)
            : code == TUPLE      ? take_tuple(&body, levels)
+           : code == OBJECT     ? take_object(&body, levels)
            : code == SCALAR     ? take_scalar(body.at, size)
                                 : take_tensor(in->tensors, body.at, size, code);
 }
 
 static PyObject *
-unpack_header(const unsigned char *bytes, Py_ssize_t end, PyObject *whole, const Py_buffer *view,
-              PyObject *read_only)
+unpack_header(const unsigned char *bytes, Py_ssize_t end, const Py_buffer *view, struct Tensors *tensors)
 {
-    PyObject *area = own(whole, view);
-    if (area == NULL)
-        return NULL;
-    struct Tensors tensors = {area, read_only, .count = u32(bytes + 8), .end = end,
-                              .sizes = bytes + TABLE_BYTES};
-    Source in = {bytes + TABLE_BYTES + 8 * tensors.count, bytes + end, &tensors};
-    PyObject *payload = take_value(&in, 0, 0);
-    if (payload != NULL
-        && (in.at != in.end || tensors.taken != tensors.count || tensors.end != view->len))
+    tensors->count = u32(bytes + 8);
+    tensors->end = end;
+    tensors->sizes = bytes + TABLE_BYTES;
+    /* No code of the application's runs for what is no message. */
+    for (Py_ssize_t n = 0; n < tensors->count; n++) {
+        Py_ssize_t size = u64(tensors->sizes + 8 * n);
+        end = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        if (size < 0 || size > view->len - end)
+            return NULL;
+        end += size;
+    }
+    Source in = {bytes + TABLE_BYTES + 8 * tensors->count, bytes + tensors->end, tensors};
+    PyObject *payload = end != view->len ? NULL : take_value(&in, 0, 0);
+    if (payload != NULL && (in.at != in.end || tensors->taken != tensors->count))
         Py_CLEAR(payload);
-    Py_DECREF(area);
     return payload;
 }
 
 /* NULL, perhaps with an exception: it is left to the twin. */
 static PyObject *
-unpack_described(PyObject *whole, const Py_buffer *view, PyObject *read_only)
+unpack_described(PyObject *whole, const Py_buffer *view, struct Tensors *tensors)
 {
     if (!is_in_a_row(view))
         return NULL;
@@ -724,7 +883,9 @@ unpack_described(PyObject *whole, const Py_buffer *view, PyObject *read_only)
         memcpy(bytes, first, copied); /* what has been looked at */
         memcpy(bytes + copied, (const char *)view->buf + copied, end - copied);
     }
-    PyObject *payload = unpack_header(bytes, end, whole, view, read_only);
+    tensors->area = own(whole, view);
+    PyObject *payload = tensors->area == NULL ? NULL : unpack_header(bytes, end, view, tensors);
+    Py_XDECREF(tensors->area);
     if (bytes != first)
         PyMem_Free(bytes);
     return payload;
@@ -733,16 +894,20 @@ unpack_described(PyObject *whole, const Py_buffer *view, PyObject *read_only)
 PyObject *
 unpack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 2 || !PyMemoryView_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "unpack_mixed(area, read_only)");
+    if (nargs < 2 || nargs > 3 || !PyMemoryView_Check(args[0])
+        || (nargs == 3 && args[2] != Py_None && !PyList_CheckExact(args[2]))) {
+        PyErr_SetString(PyExc_TypeError, "unpack_mixed(area, read_only, made=None)");
         return NULL;
     }
     Py_buffer view;
     if (PyObject_GetBuffer(args[0], &view, PyBUF_FULL_RO) < 0)
         return NULL;
-    PyObject *payload = unpack_described(args[0], &view, args[1]);
+    struct Tensors tensors = {.read_only = args[1]};
+    if (nargs == 3 && args[2] != Py_None)
+        tensors.made = args[2];
+    PyObject *payload = unpack_described(args[0], &view, &tensors);
     PyBuffer_Release(&view);
-    return area_or_none(payload);
+    return tensors.raised ? NULL : area_or_none(payload);
 }
 
 /* Whether every byte is 0 or 1. */
@@ -760,6 +925,20 @@ are_bools(PyObject *module, PyObject *memory)
     Py_END_ALLOW_THREADS;
     PyBuffer_Release(&view);
     return PyBool_FromLong(all <= 1);
+}
+
+PyObject *
+know_objects(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 4 || !PyList_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "know_objects(tables, attempt, raised, build)");
+        return NULL;
+    }
+    Py_XSETREF(tables, Py_NewRef(args[0]));
+    Py_XSETREF(attempt, Py_NewRef(args[1]));
+    Py_XSETREF(raised, Py_NewRef(args[2]));
+    Py_XSETREF(build, Py_NewRef(args[3]));
+    Py_RETURN_NONE;
 }
 
 PyObject *
@@ -794,7 +973,8 @@ know_arrays(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 int
 intern_repeated(void)
 {
-    return (str_code = PyUnicode_InternFromString("code")) != NULL
+    return (nothing = PyFrozenSet_New(NULL)) != NULL
+           && (str_code = PyUnicode_InternFromString("code")) != NULL
            && (str_data = PyUnicode_InternFromString("data")) != NULL
            && (str_data_ptr = PyUnicode_InternFromString("data_ptr")) != NULL
            && (str_dtype = PyUnicode_InternFromString("dtype")) != NULL
@@ -806,5 +986,6 @@ intern_repeated(void)
            && (str_layout = PyUnicode_InternFromString("layout")) != NULL
            && (str_nbytes = PyUnicode_InternFromString("nbytes")) != NULL
            && (str_requires_grad = PyUnicode_InternFromString("requires_grad")) != NULL
-           && (str_shape = PyUnicode_InternFromString("shape")) != NULL;
+           && (str_shape = PyUnicode_InternFromString("shape")) != NULL
+           && (str_untyped_storage = PyUnicode_InternFromString("untyped_storage")) != NULL;
 }

@@ -6,6 +6,7 @@
 int intern_repeated(void);
 PyObject *are_bools(PyObject *module, PyObject *memory);
 PyObject *know_arrays(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *know_objects(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *know_tensors(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *pack_mixed(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *pack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs);

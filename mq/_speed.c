@@ -100,7 +100,13 @@ put_int(Buffer *out, PyObject *value)
     return put_number(out, 0xd3, (uint64_t)number, 8);
 }
 
-static int
+int
+put_opcode(Buffer *out, unsigned char opcode)
+{
+    return put_number(out, opcode, 0, 0);
+}
+
+int
 put_str(Buffer *out, PyObject *value)
 {
     Py_ssize_t size;
@@ -126,7 +132,7 @@ put_str(Buffer *out, PyObject *value)
 }
 
 static int
-put_leaf(Buffer *out, PyObject *value)
+put_leaf(Buffer *out, PyObject *value, int levels)
 {
     if (PyUnicode_CheckExact(value))
         return put_str(out, value);
@@ -144,7 +150,7 @@ put_leaf(Buffer *out, PyObject *value)
         return put_number(out, 0xc2, 0, 0);
     if (value == Py_True)
         return put_number(out, 0xc3, 0, 0);
-    return out->parts == NULL ? -1 : put_described(out, value);
+    return out->parts == NULL ? -1 : put_described(out, value, levels);
 }
 
 /* Before each of so many elements, or pairs, of a list or dict. */
@@ -170,8 +176,8 @@ put_bytes(Buffer *out, PyObject *value)
     return 0;
 }
 
-/* What a tensor is described by may be Python's, and change what it is in: left to the
-   twin if it does. */
+/* What describes a tensor, or encodes an object, may be Python's, and change what it is
+   in: left to the twin if it does. */
 static int
 put_list(Buffer *out, PyObject *list, int levels)
 {
@@ -192,7 +198,7 @@ put_key(Buffer *out, PyObject *key)
 {
     struct Parts *parts = out->parts;
     out->parts = NULL;
-    int failed = put_leaf(out, key);
+    int failed = put_leaf(out, key, 0);
     out->parts = parts;
     return failed;
 }
@@ -242,8 +248,7 @@ put_pairs(Buffer *out, PyObject *items, int levels)
     return failed;
 }
 
-/* What has been put since `start`, where room was left for it, is an extension's body. */
-static void
+void
 end_extension(Buffer *out, size_t start, int code)
 {
     size_t size = out->size - start - MOST_BEFORE;
@@ -300,7 +305,7 @@ put_value(Buffer *out, PyObject *value, int levels)
         return levels < MOST_LEVELS ? put_tuple(out, value, levels + 1) : -1;
     if (out->parts != NULL && PyODict_CheckExact(value))
         return levels < MOST_LEVELS ? put_ordered(out, value, levels + 1) : -1;
-    return PyBytes_CheckExact(value) ? put_bytes(out, value) : put_leaf(out, value);
+    return PyBytes_CheckExact(value) ? put_bytes(out, value) : put_leaf(out, value, levels);
 }
 
 /* The area of plain data; NULL without an exception: it is another payload. */
@@ -932,6 +937,7 @@ static PyMethodDef methods[] = {
     {"take_alone", take_alone, METH_O, NULL},
     {"are_bools", are_bools, METH_O, NULL},
     {"know_arrays", (PyCFunction)(void (*)(void))know_arrays, METH_FASTCALL, NULL},
+    {"know_objects", (PyCFunction)(void (*)(void))know_objects, METH_FASTCALL, NULL},
     {"know_tensors", (PyCFunction)(void (*)(void))know_tensors, METH_FASTCALL, NULL},
     {"take_aligned", take_aligned, METH_O, NULL},
     {"unpack_mixed", (PyCFunction)(void (*)(void))unpack_mixed, METH_FASTCALL, NULL},

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from mq import extensions as ext
-from mq import frames, modes, packing, repeated, safe_types
+from mq import foreign, frames, modes, packing, repeated, safe_types
 from mq.errors import CodecError
 from mq.foreign import failure
 from mq.frames import Frames, Spread, has_buffers
@@ -18,6 +18,7 @@ from mq.plain import decode_plain, is_plain
 from mq.safe_types import add_safe_types
 from mq.speed import (
     encode_plain,
+    know_objects,
     pack_mixed,
     pack_repeated,
     take_aligned,
@@ -123,19 +124,20 @@ class Codec:
         header = encode_plain(payload)
         if header is not None:
             return _new_frames(Frames, (header, (), len(header), _NOTHING, ()))
+        packed: repeated.Packed | list[Any] | None
         packed = None if carried else pack_repeated(payload, repeated.headers)
         tensors = None if packed is not None else repeated.tensors_of(payload)
         if packed is None and tensors is None and not carried:
             packed = pack_mixed(payload, repeated.described)
         if type(packed) is bytes:
             return _new_frames(Frames, (packed, (), len(packed), _NOTHING, ()))
-        if packed is not None:
-            return _new_frames(Frames, (*packed, _NOTHING, ()))
+        if type(packed) is tuple:
+            return _new_frames(Frames, (*packed, ()))
         if tensors is not None and not carried:
             known = repeated.encode(payload, tensors)
             if known is not None:
                 return known
-        encoded = self._pack(payload, topic, packing.LEAVES, carried)
+        encoded = self._pack(payload, topic, packing.LEAVES, carried, packed or ())
         if tensors is not None:
             repeated.learn_header(payload, tensors, encoded)
         return encoded
@@ -255,10 +257,16 @@ class Codec:
             payloads.append(payload)
         return payloads
 
-    def _unpack_again(self, area: memoryview, read_only: bool, ahead: bool) -> Any:
+    def _unpack_again(
+        self,
+        area: memoryview,
+        read_only: bool,
+        ahead: bool,
+        made: list[Any] | None = None,
+    ) -> Any:
         payload = unpack_repeated(area, repeated.known, read_only)
         if payload is None:
-            payload = unpack_mixed(area, read_only)
+            payload = unpack_mixed(area, read_only, made)
             if payload is not None and not ahead:
                 repeated.learn(area, payload, self._encode_plainly)
         return payload
@@ -278,13 +286,18 @@ class Codec:
         if is_plain(area) and not apart:
             return decode_plain(_copied(area) if read_only else area)
         copies = own and area.readonly
+        made: list[Any] = []
         if not apart and device is None and (copies or not area.readonly):
             if ahead:  # which is outside of them already
                 payload = self._unpack_again(area, read_only, ahead)
-            else:
+            elif modes.is_any_on():  # which is for registered types to see
                 payload = modes.outside(self._unpack_again, area, read_only, ahead)
+            else:
+                payload = self._unpack_again(area, read_only, ahead, made)
             if payload is not None:
                 return payload
+            if area.readonly:  # it may be another one by now
+                made = []
         if copies and has_buffers(area):
             shared, area = area, take_aligned(len(area))
             area[:] = shared
@@ -292,9 +305,12 @@ class Codec:
         if read_only:
             skeleton = _copied(skeleton)
         unpacker = Unpacker(
-            buffers, self._allow_pickle, device, read_only, areas, ahead
+            buffers, self._allow_pickle, device, read_only, areas, ahead, made
         )
         payload = unpacker.unpack(skeleton)
         if not apart and not ahead:
             modes.outside(repeated.learn, area, payload, self._encode_plainly)
         return payload
+
+
+know_objects(safe_types.tables, foreign.attempt, foreign.Raised, foreign.build)

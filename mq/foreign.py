@@ -2,8 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from mq.errors import CodecError
-from mq.safe_types import type_name
+from mq.safe_types import SafeType, type_name
+
+
+class Raised:
+    """What came of a call in place of a result."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: Exception) -> None:
+        self._error: Exception | None = error
+
+    def take(self) -> Exception:
+        """The exception, once: what holds the call's frames must not hold them."""
+        error, self._error = self._error, None
+        assert error is not None
+        return error
+
+
+def attempt(make: Callable[[Any], Any], value: Any) -> Any:
+    """What a function of the application's makes of a value, or that it `Raised`."""
+    try:
+        return make(value)
+    except Exception as error:  # it may raise anything
+        return Raised(error)
+
+
+def build(entry: SafeType, state: Any) -> Any:
+    """An object of a registered type, of what a peer sent.
+
+    Raises:
+        CodecError: Its type does not take that.
+        BaseException: As `failure` does.
+    """
+    try:
+        return entry.decode(state)
+    except CodecError:
+        raise
+    except BaseException as error:  # the application's code may raise anything
+        raise failure(f"decoding a {entry.name}", error) from error
 
 
 def shown(value: object) -> str:

@@ -62,7 +62,7 @@ class Packer:
         waits: What to call before the buffers hold their data.
         carried: Devices whose tensors stay there, as torch names them.
         areas: By device, what stays there.
-        made: What `once` has made, for a packer that packs the payload again.
+        made: What `once` was asked for, and what it made: for who packs it all again.
         passed: How many bytes `APART_BYTES` and `MOST_APART_BYTES` have been asked of.
     """
 
@@ -85,11 +85,11 @@ class Packer:
         allow_pickle: bool,
         leaves: frozenset[type],
         carried: frozenset[str] = frozenset(),
-        before: Iterable[Any] = (),
+        before: Iterable[tuple[Any, Any]] = (),
     ) -> None:
         self._allow_pickle = allow_pickle
         self._before = deque(before)
-        self.made: list[Any] = []
+        self.made: list[tuple[Any, Any]] = []
         self.passed = 0
         self.leaves = leaves
         self.carried = carried
@@ -111,8 +111,16 @@ class Packer:
 
         Where the payload is packed again, it is what was made before.
         """
-        made: _Made = self._before.popleft() if self._before else make(value)
-        self.made.append(made)
+        made: _Made | foreign.Raised
+        while self._before:
+            known, made = self._before.popleft()
+            if known is value:  # else what it is in has changed meanwhile
+                break
+        else:
+            made = make(value)
+        if isinstance(made, foreign.Raised):
+            raise made.take()
+        self.made.append((value, made))
         return made
 
     def ext(self, code: int, body: bytes) -> msgspec.msgpack.Ext:

@@ -26,8 +26,9 @@ Make = Callable[[memoryview, bool], Any]
 """Makes a tensor of its bytes, which are writable; an array is read-only if it must."""
 BytesOf = Callable[[Any], memoryview]
 """As `Kind.buffer`."""
-Packed = bytes | tuple[bytes, tuple[memoryview, ...], int]
-"""The area of a small message; of a larger one header, buffers and size of `Frames`."""
+Packed = bytes | tuple[bytes, tuple[memoryview, ...], int, frozenset[str]]
+"""The area of a small message; of another, as one that needs anything of a receiver,
+what `Frames` begins with."""
 
 
 class Kind(NamedTuple):

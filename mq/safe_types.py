@@ -42,8 +42,8 @@ class SafeType(NamedTuple):
 
 
 # Replaced, never changed: lookups on the message path take no lock.
-_by_type: dict[type, SafeType] = {}
-_by_name: dict[str, SafeType] = {}
+tables: Final[list[dict[Any, SafeType]]] = [{}, {}]
+"""All of them by type, and by name; for lookups only."""
 _lock = threading.Lock()
 
 on_change: Final[list[Callable[[], None]]] = []
@@ -109,9 +109,8 @@ def add_safe_types(
 
 
 def _store(entries: list[SafeType]) -> None:
-    global _by_type, _by_name
     with _lock:
-        by_type, by_name = dict(_by_type), dict(_by_name)
+        by_type, by_name = map(dict, tables)
         for entry in entries:
             _check(entry, by_name.get(entry.name))
             old = by_type.get(entry.kind)
@@ -127,7 +126,7 @@ def _store(entries: list[SafeType]) -> None:
                 f"tells each other one {MAX_NAMES_BYTES} bytes of them at most; "
                 "register fewer, or give some a short name="
             )
-        _by_type, _by_name = by_type, by_name
+        tables[:] = by_type, by_name
     for changed in on_change:
         changed()
 
@@ -171,17 +170,17 @@ def type_name(kind: type) -> str:
 
 def by_type(kind: type) -> SafeType | None:
     """How objects of exactly this type travel."""
-    return _by_type.get(kind)
+    return tables[0].get(kind)
 
 
 def by_name(name: object) -> SafeType | None:
     """The type that is registered under a name from the wire."""
-    return _by_name.get(name) if isinstance(name, str) else None
+    return tables[1].get(name) if isinstance(name, str) else None
 
 
 def names() -> frozenset[str]:
     """The names of all registered types."""
-    return frozenset(_by_name)
+    return frozenset(tables[1])
 
 
 def _recipe(kind: type) -> SafeType:

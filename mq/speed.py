@@ -221,6 +221,9 @@ know_arrays: Final[Callable[..., None]] = _speed.know_arrays if COMPILED else _n
 """Tells those below of `numpy.ndarray`, what makes arrays by their descriptions, and
 what gives the bytes of one; of NumPy's scalars, by their types, what is before the
 bytes of one, and by that what makes one of its bytes."""
+know_objects: Final[Callable[..., None]] = _speed.know_objects if COMPILED else _nothing
+"""Tells those below of the registered types, a list of them by type and by name, and of
+`attempt`, `Raised` and `build` of `mq.foreign`."""
 know_tensors: Final[Callable[[type, Any, dict[bytes, Any], BytesOf], None]] = (
     _speed.know_tensors if COMPILED else _nothing
 )
@@ -248,31 +251,35 @@ Args:
 receive_passing: Final[Callable[[socket.socket, memoryview], passing.Received]] = (
     _speed.receive_passing if COMPILED else passing.receive_passing
 )
-pack_mixed: Final[Callable[[Any, dict[Any, Any]], Packed | None]] = (
+pack_mixed: Final[Callable[[Any, dict[Any, Any]], Packed | list[Any] | None]] = (
     _speed.pack_mixed if COMPILED else _nothing
 )
 """A message of tensors and arrays among plain data, where they are described.
 
-Plain data and, here, tuples, OrderedDicts and NumPy's scalars.
+Plain data and, here, tuples, OrderedDicts, NumPy's scalars and registered types.
 
 Args:
     The payload; and by what they depend on, the extension types that stand for them.
 
 Returns:
-    None where it is not as simple as that, and where nothing is compiled.
+    None where it is not as simple as that, and where nothing is compiled; or, if there
+    are any, its first registered objects with their states: they are not to be encoded
+    again. The last of these may be a `Raised`.
 """
 take_aligned: Final[Callable[[int], memoryview]] = (
     _speed.take_aligned if COMPILED else repeated.take_aligned
 )
-unpack_mixed: Final[Callable[[memoryview, bool], Any]] = (
-    _speed.unpack_mixed if COMPILED else _nothing
-)
+unpack_mixed: Final[Callable[..., Any]] = _speed.unpack_mixed if COMPILED else _nothing
 """The payload of tensors and arrays, whose descriptions are known, among plain data.
 
 Args:
     The message, of which a copy is unpacked if it is read-only; whether to make arrays
-    read-only.
+    read-only; and a list for the objects of registered types, in the order in which
+    they are built, or None, where none are to be.
 
 Returns:
     None where it is not as simple as that, and where nothing is compiled.
+
+Raises:
+    BaseException: As `mq.foreign.build` does.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pickle
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import msgspec
 from mq import datetimes, forks, safe_types
 from mq import extensions as ext
 from mq.errors import CodecError, UntrustedPayload
-from mq.foreign import failure
+from mq.foreign import build, failure
 from mq.frames import align_area
 
 MALFORMED: Final = (
@@ -38,6 +38,8 @@ class Unpacker:
         device: Where tensors go; None leaves them views of the message.
         read_only: Whether arrays must be.
         ahead: Whether it is decoded under the queue's lock: see `not_ahead`.
+
+    Of registered objects it takes the first from `made`, if they are there already.
     """
 
     __slots__ = (
@@ -46,6 +48,7 @@ class Unpacker:
         "_buffers",
         "_claimed",
         "_ends",
+        "_made",
         "_states",
         "_taken",
         "ahead",
@@ -61,6 +64,7 @@ class Unpacker:
         read_only: bool = False,
         areas: Sequence[Any] = (),
         ahead: bool = False,
+        made: Iterable[Any] = (),
     ) -> None:
         self.device = device
         self.ahead = ahead
@@ -71,6 +75,7 @@ class Unpacker:
         self._areas = list(areas)
         self._claimed = [False] * len(areas)
         self._ends = [0] * len(areas)
+        self._made = deque(made)
         # State of every registered object by the object's id, for the depth; holding
         # the objects keeps their ids from being used again.
         self._states: dict[int, tuple[object, object]] = {}
@@ -206,12 +211,7 @@ class Unpacker:
             )
         if rest:
             raise CodecError(f"a {name} is malformed")
-        try:
-            value = entry.decode(state)
-        except CodecError:
-            raise
-        except BaseException as error:  # the application's code may raise anything
-            raise failure(f"decoding a {name}", error) from error
+        value = self._made.popleft() if self._made else build(entry, state)
         if type(value) is entry.kind:  # else it may be a part of its state
             self._states.setdefault(id(value), (value, state))
         return value
@@ -273,7 +273,7 @@ def _children(
     if type(container) is OrderedDict:
         metadata = getattr(container, "_metadata", None)
         return (container, container.values(), (metadata,))
-    return (container,)
+    return (container,) if type(container) in _CONTAINERS else ()
 
 
 def _mapping(items: list[Any], kind: type[dict[Any, Any]]) -> dict[Any, Any]:

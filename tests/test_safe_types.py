@@ -88,6 +88,14 @@ class Box:
 add_safe_types(Color, Step, Pair, Box, TensorDict)
 
 
+@pytest.fixture
+def types_of_its_own() -> Iterator[None]:
+    """What a test registers is not registered for the others."""
+    before = list(safe_types.tables)
+    yield
+    safe_types.tables[:] = before
+
+
 def test_registered_types_travel_without_functions() -> None:
     """Dataclasses, enumerations and mapping pairs need their name only."""
     step = Step(np.arange(3.0), 1.5)
@@ -136,7 +144,7 @@ def test_a_tensordict_travels_once_registered() -> None:
 
 @pytest.mark.parametrize("items", [["a", "b"], ["a", "a"]], ids=str)
 def test_a_stack_in_a_tensordict_is_refused_with_remedies_that_help(
-    items: list[str], monkeypatch: pytest.MonkeyPatch
+    items: list[str], types_of_its_own: None
 ) -> None:
     """Whatever is in it: one of equal items is no single item, either."""
     sent = TensorDict({"s": NonTensorStack.from_list([items, items])}, [2, 2])
@@ -149,8 +157,6 @@ def test_a_stack_in_a_tensordict_is_refused_with_remedies_that_help(
         CODEC.encode(sent)
     trusting = Codec(allow_pickle=True)
     found = [trusting.decode(area_of(trusting.encode(sent)))]
-    for table in ("_by_type", "_by_name"):  # for the other tests
-        monkeypatch.setattr(safe_types, table, getattr(safe_types, table))
     add_safe_types(
         NonTensorStack, encode=NonTensorStack.tolist, decode=NonTensorStack.from_list
     )
@@ -261,15 +267,13 @@ def test_no_builtin_can_be_registered(kind: type, remedy: str) -> None:
 
 
 def test_a_name_of_any_kind_of_text_goes_out_as_plain_text(
-    monkeypatch: pytest.MonkeyPatch,
+    types_of_its_own: None,
 ) -> None:
     """Else no greeting could be encoded, and nobody could join from then on."""
 
     class Plain:
         pass
 
-    for table in ("_by_type", "_by_name"):  # for the other tests
-        monkeypatch.setattr(safe_types, table, getattr(safe_types, table))
     name: Any = np.str_("test:a name of NumPy's")
     with mq.connect("inproc", group="type-names", name="a") as a:
         add_safe_types(Plain, name=name, encode=vars, decode=lambda state: Plain())
@@ -378,11 +382,9 @@ def test_refusals_come_with_a_remedy(value: Any, remedy: str) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_a_remedy_can_be_done_as_it_is_written(
-    value: Any, monkeypatch: pytest.MonkeyPatch
+    value: Any, types_of_its_own: None
 ) -> None:
     """It has the functions that turn objects of well-known classes into data."""
-    for name in ("_by_type", "_by_name"):
-        monkeypatch.setattr(safe_types, name, {})
     known = {"mq": mq, type(value).__name__: type(value)}
     call = safe_types.remedy(type(value)).partition(" on both")[0].rpartition("mq.")[2]
     eval(f"mq.{call}", known)
