@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -44,8 +44,10 @@ class Cell:
         round: Which repetition; the transports of one round are compared.
         budget: Seconds that the timed part should last.
         limit: Seconds after which the cell is given up and its processes killed.
+        preload: Modules that the fork server imports, if it does not run yet.
     """
 
+    preload: ClassVar[Sequence[str]] = ()
     transport: str
     workload: str
     nbytes: int

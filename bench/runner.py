@@ -63,17 +63,22 @@ def run_cell(
     return Result.of(cell, "ok", metrics=metrics, processes=usage, seconds=seconds)
 
 
-def fork_server() -> multiprocessing.context.ForkServerContext:
+def fork_server(
+    preload: Sequence[str] = (),
+) -> multiprocessing.context.ForkServerContext:
     """What starts the processes of cells: it imports torch once, for all of them.
 
     It and they never see SIGINT, which a terminal sends to all: who started them ends
     them, in order.
 
+    Args:
+        preload: Further modules for it to import, if it does not run yet.
+
     Raises:
         OSError: It cannot be started here.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.preload"])
+    context.set_forkserver_preload(["bench.preload", *preload])
     resource_tracker.ensure_running()  # first, as it unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # is inherited
     try:
@@ -91,7 +96,9 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
 def _touch(cell: Cell, nbytes: int) -> None:
     if not nbytes:
         return
-    process = fork_server().Process(target=peer.touch_memory, args=(nbytes,))
+    process = fork_server(cell.preload).Process(
+        target=peer.touch_memory, args=(nbytes,)
+    )
     with interrupts.deferred():
         process.start()
     _end([process], cell.limit)
@@ -117,7 +124,7 @@ def _queues(
 def _started(
     cell: Cell, body: str, size: int, groups: Sequence[Sequence[int]]
 ) -> Iterator[tuple[list[ForkServerProcess], list[Connection]]]:
-    context = fork_server()
+    context = fork_server(cell.preload)
     ends = [context.Pipe() for _ in range(size)]
     ours, theirs = [end[0] for end in ends], [end[1] for end in ends]
     processes: list[ForkServerProcess] = []

@@ -38,7 +38,6 @@ from bench.apps.dqn.task import CARTPOLE, PONG, Task, preset
 from bench.apps.dqn.train import main, train
 from bench.apps.dqn.training import Ledger, Training
 from bench.peer import Metrics, Peer
-from bench.rows import Cell
 from bench.runner import run_cell
 from mq import registry
 
@@ -85,7 +84,7 @@ def in_step(peer: Peer) -> Metrics | None:
 
 
 def stepped(backend: str) -> Metrics:
-    cell = Cell(backend, "in-step", 0, limit=90.0)
+    cell = AppCell(backend, "in-step", 0, limit=90.0)
     threads = backend == "inproc"
     result = run_cell(cell, f"{__name__}:in_step", 3, threads=threads)
     assert result.status == "ok", f"{result.reason}\n{result.detail}"

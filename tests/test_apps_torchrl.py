@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import mq
+from bench.apps.app import AppCell
 from bench.apps.seeding import initialize
 from bench.peer import Metrics, Peer
-from bench.rows import Cell
 from bench.runner import run_cell
 
 pytest.importorskip("torchrl", reason="the integration needs torchrl")
@@ -75,7 +75,7 @@ def serve(peer: Peer) -> Metrics | None:
 @pytest.mark.parametrize("backend", ["inproc", "shm", "zmq", "torchrpc:cpu"])
 def test_actors_are_answered_by_the_server(backend: str) -> None:
     """Each gets the answers to its own requests, batched or not."""
-    cell = Cell(backend, "torchrl", 0, limit=90.0)
+    cell = AppCell(backend, "torchrl", 0, limit=90.0)
     threads = backend == "inproc"
     result = run_cell(cell, f"{__name__}:serve", 3, threads=threads)
     assert result.status == "ok", f"{result.reason}\n{result.detail}"

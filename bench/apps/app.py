@@ -35,6 +35,7 @@ class AppCell(Cell):
         task: What it shall do: the application's own options.
     """
 
+    preload = ("bench.apps.preload",)
     task: Any = None
 
 

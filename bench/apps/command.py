@@ -121,7 +121,7 @@ def _run(
     backends = _usable(parser, options.backend)
     try:
         planned = [(app, app.cells(options, backends)) for app in apps]
-        fork_server()
+        fork_server(AppCell.preload)
         output = new_output(options.output, "apps-%Y%m%d-%H%M%S")
     except (ValueError, OSError) as error:
         parser.error(str(error))

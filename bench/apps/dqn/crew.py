@@ -7,6 +7,7 @@ from multiprocessing.context import ForkServerProcess
 import torch
 
 import mq
+from bench.apps.app import AppCell
 from bench.apps.dqn.collector import collect
 from bench.apps.dqn.task import Task
 from bench.runner import fork_server
@@ -37,7 +38,9 @@ class Crew:
 
     def __init__(self, backend: str, group: str, task: Task) -> None:
         self._arguments = (backend, group, task)
-        self._context = fork_server()  # who replaces a dead one begins at once
+        self._context = fork_server(
+            AppCell.preload
+        )  # who replaces a dead one begins at once
         self.processes: list[ForkServerProcess] = []
 
     def __enter__(self) -> Crew:
