@@ -428,9 +428,9 @@ put_object(Buffer *out, PyObject *entry, PyObject *value, int levels)
     PyObject *pair = state == NULL ? NULL : PyTuple_Pack(2, value, state);
     size_t start = out->size;
     int failed = pair == NULL || PyList_Append(parts->made, pair)
-                 || (PyObject *)Py_TYPE(state) == raised || PySet_Add(parts->needs, name) || extend(out, MOST_BEFORE) == NULL
-                 || put_opcode(out, 0x92) || put_str(out, name)
-                 || put_value(out, state, levels + 1);
+                 || (PyObject *)Py_TYPE(state) == raised || PySet_Add(parts->needs, name)
+                 || extend(out, MOST_BEFORE) == NULL || put_opcode(out, 0x92)
+                 || put_str(out, name) || put_value(out, state, levels + 1);
     Py_XDECREF(pair);
     Py_XDECREF(state);
     if (failed)

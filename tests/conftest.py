@@ -66,6 +66,12 @@ def _version(name: str) -> str:
         return f"{name} missing"
 
 
+def pytest_collection_finish() -> None:
+    """Each full collection would look through all of torch, and all of the tests."""
+    gc.collect()
+    gc.freeze()
+
+
 def _threads() -> set[str]:
     return {f"thread {t.name} {t.ident}" for t in threading.enumerate()}
 

@@ -50,6 +50,7 @@ PARTS = {
     "conformance of the others": [CONFORMANCE, "-k", f"not ({_NNG} or {_RPC})"],
     "links and rendezvous": sorted({*_ENGINES} - {*_LONG}),
     "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
+    "interrupts": [_INTERRUPTS],
     "soak, torchrpc": _LONG,
     "conformance of tcp, tls and torchrpc": [
         *(CONFORMANCE, "-k", f"({_RPC}) and not {_NNG}"),
@@ -57,7 +58,6 @@ PARTS = {
     "conformance of nng": [CONFORMANCE, "-k", _NNG],
     "the bench": _BENCH,
     "applications": _APPS,
-    "interrupts": [_INTERRUPTS],
     IN_PYTHON: [
         *(str(_HERE / f"test_{name}.py") for name in ("codec", "mesh_flow")),
         CONFORMANCE,
