@@ -46,6 +46,8 @@ int put_value(Buffer *out, PyObject *value, int levels);
 /* The same of what is no plain data. */
 int put_described(Buffer *out, PyObject *value, int levels);
 int put_opcode(Buffer *out, unsigned char opcode);
+/* Before each of so many elements, or pairs, of a list or dict. */
+int put_count(Buffer *out, Py_ssize_t count, unsigned char few, unsigned char many);
 int put_str(Buffer *out, PyObject *value);
 /* What has been put since `start`, where room for `MOST_BEFORE` bytes was left, is the
    body of an extension. */

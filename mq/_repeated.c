@@ -27,7 +27,7 @@ static PyObject *scalar_makers; /* by that, what makes one of its bytes */
 static PyObject *bytes_of_tensor, *bytes_of_array; /* `Kind.buffer` of mq/repeated.py */
 static PyObject *described_tensors, *described_arrays; /* by their descriptions */
 static PyObject *tables; /* a list of registered types by type and by name: mq/safe_types.py */
-static PyObject *attempt, *raised, *build; /* mq/foreign.py */
+static PyObject *attempt, *raised, *build, *fail; /* mq/foreign.py */
 static PyObject *nothing; /* frozenset() */
 static PyObject *str_code, *str_data, *str_data_ptr, *str_dtype, *str_is_conj, *str_is_contiguous, *str_is_cpu,
     *str_is_neg, *str_is_nested, *str_layout, *str_nbytes, *str_requires_grad, *str_shape,
@@ -339,8 +339,8 @@ pack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 struct Parts {
     PyObject *described;
-    PyObject *made;  /* registered objects, with what `attempt` gave; NULL: there are none */
-    PyObject *needs; /* names of their types */
+    PyObject *needs; /* names of registered types; NULL: there are none */
+    PyObject *made;  /* their objects, with what `attempt` gave; NULL: it was not asked */
     int raised;      /* the exception is none of ours */
     Py_ssize_t count, room;
     Part *all, first[MOST_TENSORS];
@@ -406,34 +406,61 @@ put_scalar(Buffer *out, PyObject *start, PyObject *value)
     return place == NULL ? -1 : 0;
 }
 
-/* An object of a registered type. What is made of it is kept for the twin: it is made once,
-   also where the payload turns out to be left to that. */
+/* The state of an object that has these attributes, or of a tuple with these names. */
 static int
-put_object(Buffer *out, PyObject *entry, PyObject *value, int levels)
+put_fields(Buffer *out, PyObject *fields, PyObject *value, int levels)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(fields);
+    int is_tuple = PyTuple_Check(value);
+    if (levels >= MOST_LEVELS || (is_tuple && PyTuple_GET_SIZE(value) != count))
+        return -1;
+    int failed = put_count(out, count, 0x80, 0xde);
+    for (Py_ssize_t n = 0; !failed && n < count; n++) {
+        PyObject *name = PyTuple_GET_ITEM(fields, n);
+        PyObject *found =
+            is_tuple ? Py_NewRef(PyTuple_GET_ITEM(value, n)) : PyObject_GetAttr(value, name);
+        failed = found == NULL || put_str(out, name) || put_value(out, found, levels + 1);
+        Py_XDECREF(found);
+    }
+    return failed;
+}
+
+/* What the function of its type makes of an object. That is kept for the twin: it is made
+   once, also where the payload turns out to be left to that. */
+static int
+put_state(Buffer *out, PyObject *entry, PyObject *value, int levels)
 {
     struct Parts *parts = out->parts;
-    if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 5 || levels >= MOST_LEVELS)
+    if (parts->made == NULL && (parts->made = PyList_New(0)) == NULL)
         return -1;
-    if (parts->made == NULL) {
-        parts->needs = PySet_New(NULL);
-        parts->made = parts->needs == NULL ? NULL : PyList_New(0);
-        if (parts->made == NULL)
-            return -1;
-    }
-    PyObject *name = PyTuple_GET_ITEM(entry, 0);
     PyObject *state = PyObject_CallFunctionObjArgs(attempt, PyTuple_GET_ITEM(entry, 2), value, NULL);
     if (state == NULL) /* no `Raised`: a signal's handler has come before or after it */
         parts->raised = !PyErr_ExceptionMatches(PyExc_RecursionError)
                         && !PyErr_ExceptionMatches(PyExc_MemoryError);
     PyObject *pair = state == NULL ? NULL : PyTuple_Pack(2, value, state);
-    size_t start = out->size;
     int failed = pair == NULL || PyList_Append(parts->made, pair)
-                 || (PyObject *)Py_TYPE(state) == raised || PySet_Add(parts->needs, name)
-                 || extend(out, MOST_BEFORE) == NULL || put_opcode(out, 0x92)
-                 || put_str(out, name) || put_value(out, state, levels + 1);
+                 || (PyObject *)Py_TYPE(state) == raised || put_value(out, state, levels);
     Py_XDECREF(pair);
     Py_XDECREF(state);
-    if (failed)
+    return failed;
+}
+
+/* An object of a registered type. */
+static int
+put_object(Buffer *out, PyObject *entry, PyObject *value, int levels)
+{
+    struct Parts *parts = out->parts;
+    if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 6 || levels >= MOST_LEVELS)
+        return -1;
+    if (parts->needs == NULL && (parts->needs = PySet_New(NULL)) == NULL)
+        return -1;
+    PyObject *name = PyTuple_GET_ITEM(entry, 0), *fields = PyTuple_GET_ITEM(entry, 5);
+    size_t start = out->size;
+    if (PySet_Add(parts->needs, name) || extend(out, MOST_BEFORE) == NULL || put_opcode(out, 0x92)
+        || put_str(out, name))
+        return -1;
+    if (PyTuple_CheckExact(fields) ? put_fields(out, fields, value, levels + 1)
+                                   : put_state(out, entry, value, levels + 1))
         return -1;
     end_extension(out, start, OBJECT);
     return 0;
@@ -569,7 +596,7 @@ pack_skeleton(const Buffer *skeleton, const struct Parts *parts)
             Py_CLEAR(parts->all[n].key);
     PyObject *message = message_of(header, nbytes, parts->all, parts->count);
     Py_DECREF(header);
-    return parts->made == NULL ? message : with_needs(message, nbytes, parts->needs);
+    return parts->needs == NULL ? message : with_needs(message, nbytes, parts->needs);
 }
 
 PyObject *
@@ -804,6 +831,37 @@ take_scalar(const unsigned char *body, uint64_t size)
     return made;
 }
 
+/* Whether a dict has these keys and no others. */
+static int
+has_keys(PyObject *state, PyObject *keys)
+{
+    int so = PyDict_CheckExact(state) && PyDict_GET_SIZE(state) == PyTuple_GET_SIZE(keys);
+    for (Py_ssize_t n = 0; so && n < PyTuple_GET_SIZE(keys); n++)
+        so = PyDict_Contains(state, PyTuple_GET_ITEM(keys, n)) == 1;
+    return so;
+}
+
+/* An object of its fields, by its constructor. */
+static PyObject *
+build_of_fields(PyObject *entry, PyObject *state)
+{
+    PyObject *none = PyTuple_New(0);
+    PyObject *made = none == NULL ? NULL : PyObject_Call(PyTuple_GET_ITEM(entry, 1), none, state);
+    Py_XDECREF(none);
+    if (made != NULL)
+        return made;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    made = PyObject_CallFunctionObjArgs(fail, entry, error, NULL); /* it raises */
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    return made;
+}
+
 /* An object of a registered type: a list of its name and of its state. */
 static PyObject *
 take_object(Source *body, int levels)
@@ -816,7 +874,11 @@ take_object(Source *body, int levels)
     PyObject *state = entry == NULL ? NULL : take_value(body, levels + 1, 0);
     PyObject *made = NULL;
     if (state != NULL && body->at == body->end) {
-        made = PyObject_CallFunctionObjArgs(build, entry, state, NULL);
+        int is_simple = PyTuple_Check(entry) && PyTuple_GET_SIZE(entry) == 6
+                        && PyTuple_CheckExact(PyTuple_GET_ITEM(entry, 5))
+                        && has_keys(state, PyTuple_GET_ITEM(entry, 5));
+        made = is_simple ? build_of_fields(entry, state)
+                         : PyObject_CallFunctionObjArgs(build, entry, state, NULL);
         tensors->raised = made == NULL;
         if (made != NULL && PyList_Append(tensors->made, made) < 0)
             Py_CLEAR(made);
@@ -930,14 +992,15 @@ are_bools(PyObject *module, PyObject *memory)
 PyObject *
 know_objects(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 4 || !PyList_CheckExact(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "know_objects(tables, attempt, raised, build)");
+    if (nargs != 5 || !PyList_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "know_objects(tables, attempt, raised, build, fail)");
         return NULL;
     }
     Py_XSETREF(tables, Py_NewRef(args[0]));
     Py_XSETREF(attempt, Py_NewRef(args[1]));
     Py_XSETREF(raised, Py_NewRef(args[2]));
     Py_XSETREF(build, Py_NewRef(args[3]));
+    Py_XSETREF(fail, Py_NewRef(args[4]));
     Py_RETURN_NONE;
 }
 

@@ -153,8 +153,7 @@ put_leaf(Buffer *out, PyObject *value, int levels)
     return out->parts == NULL ? -1 : put_described(out, value, levels);
 }
 
-/* Before each of so many elements, or pairs, of a list or dict. */
-static int
+int
 put_count(Buffer *out, Py_ssize_t count, unsigned char few, unsigned char many)
 {
     if (count < 16)

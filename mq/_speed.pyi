@@ -2,7 +2,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from mq.bell import Bell as Bell
 from mq.mesh.gate import Gate as Gate
@@ -65,6 +65,7 @@ def know_objects(
     attempt: Callable[[Callable[[Any], Any], Any], Any],
     raised: type,
     build: Callable[[Any, Any], Any],
+    fail: Callable[[Any, BaseException], NoReturn],
     /,
 ) -> None: ...
 def know_tensors(

@@ -313,4 +313,6 @@ class Codec:
         return payload
 
 
-know_objects(safe_types.tables, foreign.attempt, foreign.Raised, foreign.build)
+know_objects(
+    *(safe_types.tables, foreign.attempt, foreign.Raised, foreign.build, foreign.fail)
+)

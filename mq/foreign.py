@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from mq.errors import CodecError
 from mq.safe_types import SafeType, type_name
@@ -41,10 +41,15 @@ def build(entry: SafeType, state: Any) -> Any:
     """
     try:
         return entry.decode(state)
-    except CodecError:
-        raise
     except BaseException as error:  # the application's code may raise anything
-        raise failure(f"decoding a {entry.name}", error) from error
+        fail(entry, error)
+
+
+def fail(entry: SafeType, error: BaseException) -> NoReturn:
+    """Raise what `build` does where the type has raised an error."""
+    if isinstance(error, CodecError):
+        raise error
+    raise failure(f"decoding a {entry.name}", error) from error
 
 
 def shown(value: object) -> str:

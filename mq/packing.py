@@ -307,7 +307,10 @@ def _pack_object(packer: Packer, value: Any, depth: int) -> Any:
     entry = safe_types.by_type(type(value))
     assert entry is not None  # handler() looked it up
     try:
-        state = packer.once(entry.encode, value)
+        if entry.by_field:  # whose function is ours, and only looks
+            state = entry.encode(value)
+        else:
+            state = packer.once(entry.encode, value)
     except CodecError as error:
         raise Refusal(str(error)) from error
     except Exception as error:  # the application's code may raise anything

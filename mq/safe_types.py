@@ -8,7 +8,8 @@ import inspect
 import operator
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import MemberDescriptorType
 from typing import Any, Final, NamedTuple
 
 from mq.errors import CodecError
@@ -32,6 +33,8 @@ class SafeType(NamedTuple):
         encode: From an object to its state, which is data.
         decode: From a state, which may come from anybody, to an object.
         by_field: Whether the state's keys are the object's attributes.
+        fields: Of these their names, where that is all: no code of the application's
+            runs as they are looked at, and the constructor takes them by keyword.
     """
 
     name: str
@@ -39,6 +42,7 @@ class SafeType(NamedTuple):
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
     by_field: bool
+    fields: tuple[str, ...] | None = None
 
 
 # Replaced, never changed: lookups on the message path take no lock.
@@ -245,7 +249,19 @@ def _dataclass(name: str, kind: type) -> SafeType:
             object.__setattr__(value, field, state[field])  # it may be frozen
         return value
 
-    return SafeType(name, kind, encode, decode, True)
+    only = tuple(fields) if given == fields.keys() and _is_plain(kind, fields) else None
+    return SafeType(name, kind, encode, decode, True, only)
+
+
+def _is_plain(kind: type, fields: Iterable[str]) -> bool:
+    """Whether its attributes are what was assigned to them."""
+    if issubclass(kind, tuple) or any("__getattr__" in vars(k) for k in kind.__mro__):
+        return False
+    found = [inspect.getattr_static(kind, field, None) for field in fields]
+    return kind.__getattribute__ is object.__getattribute__ and all(
+        isinstance(one, MemberDescriptorType) or not hasattr(type(one), "__get__")
+        for one in found
+    )
 
 
 def _named_tuple(name: str, kind: type) -> SafeType:
@@ -258,7 +274,8 @@ def _named_tuple(name: str, kind: type) -> SafeType:
         _check_fields(name, state, fields.keys())
         return kind(**state)
 
-    return SafeType(name, kind, encode, decode, True)
+    only = tuple(fields) if getattr(kind, "__iter__", 0) is tuple.__iter__ else None
+    return SafeType(name, kind, encode, decode, True, only)
 
 
 def _enumeration(name: str, kind: type[enum.Enum]) -> SafeType:

@@ -223,7 +223,7 @@ what gives the bytes of one; of NumPy's scalars, by their types, what is before 
 bytes of one, and by that what makes one of its bytes."""
 know_objects: Final[Callable[..., None]] = _speed.know_objects if COMPILED else _nothing
 """Tells those below of the registered types, a list of them by type and by name, and of
-`attempt`, `Raised` and `build` of `mq.foreign`."""
+`attempt`, `Raised`, `build` and `fail` of `mq.foreign`."""
 know_tensors: Final[Callable[[type, Any, dict[bytes, Any], BytesOf], None]] = (
     _speed.know_tensors if COMPILED else _nothing
 )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,10 +23,12 @@ from payload_checks import area_of, same
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mq import modes, repeated, speed
+from mq import modes, repeated, safe_types, speed
 from mq.codec import Codec, add_safe_types
 from mq.errors import CodecError, UntrustedPayload
-from mq.frames import Frames
+from mq.extensions import OBJECT
+from mq.foreign import shown
+from mq.frames import Frames, assemble
 from mq.mesh.large import INLINE_BYTES
 from mq.plain import MOST_LEVELS
 
@@ -274,7 +277,7 @@ def test_objects_in_one_another_are_packed_to_a_depth() -> None:
         payload = _others(depth)
         packed = speed.pack_mixed(payload, repeated.described)
         short = 2 * depth <= MOST_LEVELS  # of its fields there is a dict
-        assert type(packed) is (tuple if short else list)
+        assert type(packed) is (tuple if short else type(None))
         area = area_of(in_python(payload))
         unpacked = speed.unpack_mixed(area, False, [])
         assert unpacked == (payload if short else None)
@@ -407,6 +410,158 @@ def _moved(tensor: torch.Tensor) -> None:
     tensor.data = torch.arange(float(len(tensor)))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    """One whose attributes are in slots."""
+
+    one: Any
+    two: Any = 2
+
+
+@dataclasses.dataclass(kw_only=True)
+class Checked:
+    """One that takes keywords only, and not all."""
+
+    one: Any
+    two: Any = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.one, str):
+            raise ArithmeticError("one is a number")
+        if self.one is None:
+            raise CodecError("one is missing")
+
+
+@dataclasses.dataclass
+class Half:
+    """One that its constructor does not take all of."""
+
+    one: Any
+    two: Any = dataclasses.field(init=False, default=5)
+
+
+@dataclasses.dataclass
+class Computed:
+    """One whose attributes are code of the application's."""
+
+    one: Any
+    two: Any = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "two":
+            raise TimeoutError("it is not there yet")
+        return super().__getattribute__(name)
+
+
+@dataclasses.dataclass
+class Lazy:
+    """One whose missing attributes are made."""
+
+    one: Any
+    two: Any = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "two":
+            return 7
+        raise AttributeError(name)
+
+
+class Looked:
+    """What is looked at in place of a value."""
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return 5 if instance is None else 6
+
+    def __set__(self, instance: object, value: Any) -> None:
+        pass
+
+
+@dataclasses.dataclass
+class Described:
+    """One with such a field."""
+
+    one: Any
+    two: Any = Looked()
+
+
+class Turned(NamedTuple):
+    """A named tuple that is gone through from behind."""
+
+    one: Any
+    two: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self[1], self[0]))
+
+
+@dataclasses.dataclass
+class Numbers(tuple):  # type: ignore[type-arg]
+    """A dataclass that is a tuple, too."""
+
+    one: Any
+    two: Any = 1
+
+    def __new__(cls, one: Any, two: Any = 1) -> Numbers:
+        return super().__new__(cls, (8, 9))
+
+
+KINDS = [Slotted, Checked, Half, Computed, Lazy, Described, Turned, Numbers]
+add_safe_types(*KINDS)
+
+
+def _without(kind: type, name: str) -> Any:
+    one = kind(one=1) if kind is not Turned else Turned(1, 2)
+    with contextlib.suppress(AttributeError, TypeError):
+        delattr(one, name)
+    return one
+
+
+@needs_compiled
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_fields_is_sent_as_the_codec_does(kind: Any) -> None:
+    """Whatever its attributes are, also where there are none."""
+    ones = [_without(kind, "no such"), _without(kind, "one"), _without(kind, "two")]
+    ones += [kind(one=torch.ones(2)) if kind is not Turned else Turned("a", {1})]
+    for one in ones:
+        for payload in ([one], {"a": [one, 1]}):
+            sent = []
+            for how in (contextlib.nullcontext, nothing_compiled):
+                with how():
+                    try:
+                        found = CODEC.encode(payload)
+                        sent.append((found.pack(), found.needs))
+                    except CodecError as error:
+                        sent.append((str(error), repr(error.__cause__)))
+            assert sent[0] == sent[1]
+
+
+@needs_compiled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"one": 1, "two": 2},
+        {"two": 2, "one": 1},
+        {"one": "text", "two": 2},
+        {"one": None, "two": 2},
+        {"one": 1},
+        {"one": 1, "two": 2, "three": 3},
+        {"one": 1, 2: 2},
+        [1, 2],
+        None,
+    ],
+    ids=str,
+)
+def test_every_kind_of_fields_is_built_as_the_codec_does(kind: Any, state: Any) -> None:
+    """Or refused in the same words."""
+    entry = safe_types.by_type(kind)
+    assert entry is not None
+    body = msgspec.msgpack.encode([entry.name, state])
+    skeleton = msgspec.msgpack.encode([msgspec.msgpack.Ext(OBJECT, body)])
+    area = bytearray(assemble(skeleton, (), frozenset()).pack())
+    assert outcome(area, contextlib.nullcontext) == outcome(area, nothing_compiled)
+
+
 @pytest.mark.parametrize("count", [100, INLINE_BYTES])
 @pytest.mark.parametrize(
     "change", [_narrowed, _strided, _of_integers, _shorter, _moved]
@@ -457,9 +612,9 @@ def test_a_state_is_sent_for_its_own_object() -> None:
 @pytest.mark.parametrize("name", ["attempt", "build"])
 def test_what_a_handler_of_signals_raises_is_not_lost(name: str) -> None:
     """It may run as ours begins or ends, outside of what we catch."""
-    payload = [torch.ones(3), Step(1)]
-    area = area_of(CODEC.encode(payload))
+    area = area_of(CODEC.encode([torch.ones(3), Taken(1)]))
     CODEC.decode(area)
+    payload = [torch.ones(3), Taken(1)]
 
     def handle(frame: Any, event: str, called: object) -> None:
         if (frame.f_code.co_name, event) == (name, "call"):
@@ -537,7 +692,7 @@ def outcome(area: bytearray, how: Callable[[], Any]) -> str:
     """What is made of a message, in words."""
     with how():
         try:
-            return repr(CODEC.decode(memoryview(area)))
+            return shown(CODEC.decode(memoryview(area)))
         except CodecError as error:
             return f"{type(error).__name__}: {error}"
 
