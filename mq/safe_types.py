@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import inspect
-import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from types import MemberDescriptorType
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
-
-from mq.errors import CodecError
 
 PICKLE: Final = "pickle"
 """The name under which a member announces that it accepts pickles."""
@@ -20,8 +15,6 @@ PICKLE: Final = "pickle"
 MAX_NAME_BYTES: Final = 255
 MAX_NAMES_BYTES: Final = 32 * 1024
 """All names together, each with 3 bytes more: they are part of a greeting."""
-_FLAGS_OF_ANY: Final = 64
-"""Bits that flags may have, whichever of them are members."""
 
 
 class SafeType(NamedTuple):
@@ -188,6 +181,8 @@ def names() -> frozenset[str]:
 
 
 def _recipe(kind: type) -> SafeType:
+    from mq import recipes  # which knows the entry that it makes
+
     name = type_name(kind)
     if _is_tensordict(kind):
         from mq import tensordicts
@@ -196,13 +191,13 @@ def _recipe(kind: type) -> SafeType:
             "tensordict:TensorDict", kind, tensordicts.state, tensordicts.build, False
         )
     if dataclasses.is_dataclass(kind):
-        return _dataclass(name, kind)
+        return recipes.dataclass(name, kind)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return _named_tuple(name, kind)
+        return recipes.named_tuple(name, kind)
     if issubclass(kind, enum.Flag) and all(type(flag.value) is int for flag in kind):
-        return _flags(name, kind)
+        return recipes.flags(name, kind)
     if issubclass(kind, enum.Enum):
-        return _enumeration(name, kind)
+        return recipes.enumeration(name, kind)
     if _holds_tensors(kind):
         raise TypeError(
             f"{name} needs encode= and decode= of add_safe_types, as its to_dict "
@@ -228,101 +223,6 @@ def _is_tensordict(kind: type) -> bool:
 def _holds_tensors(kind: type) -> bool:
     """Whether it is a relative of TensorDict."""
     return any(type_name(base) == _TENSORDICT_BASE for base in kind.__mro__)
-
-
-def _dataclass(name: str, kind: type) -> SafeType:
-    fields = {field.name: field.init for field in dataclasses.fields(kind)}
-    given = {field for field, init in fields.items() if init}
-    if set(inspect.signature(kind).parameters) != given:
-        raise TypeError(
-            f"the constructor of dataclass {name} does not take its fields: pass "
-            "encode= and decode= to add_safe_types"
-        )
-
-    def encode(value: Any) -> dict[str, Any]:
-        return {field: getattr(value, field) for field in fields}
-
-    def decode(state: Any) -> Any:
-        _check_fields(name, state, fields.keys())
-        value = kind(**{field: state[field] for field in given})
-        for field in fields.keys() - given:
-            object.__setattr__(value, field, state[field])  # it may be frozen
-        return value
-
-    only = tuple(fields) if given == fields.keys() and _is_plain(kind, fields) else None
-    return SafeType(name, kind, encode, decode, True, only)
-
-
-def _is_plain(kind: type, fields: Iterable[str]) -> bool:
-    """Whether its attributes are what was assigned to them."""
-    if issubclass(kind, tuple) or any("__getattr__" in vars(k) for k in kind.__mro__):
-        return False
-    found = [inspect.getattr_static(kind, field, None) for field in fields]
-    return kind.__getattribute__ is object.__getattribute__ and all(
-        isinstance(one, MemberDescriptorType) or not hasattr(type(one), "__get__")
-        for one in found
-    )
-
-
-def _named_tuple(name: str, kind: type) -> SafeType:
-    fields = dict.fromkeys(getattr(kind, "_fields", ()))
-
-    def encode(value: Any) -> dict[str, Any]:
-        return dict(zip(fields, value, strict=True))
-
-    def decode(state: Any) -> Any:
-        _check_fields(name, state, fields.keys())
-        return kind(**state)
-
-    only = tuple(fields) if getattr(kind, "__iter__", 0) is tuple.__iter__ else None
-    return SafeType(name, kind, encode, decode, True, only)
-
-
-def _enumeration(name: str, kind: type[enum.Enum]) -> SafeType:
-    def encode(item: Any) -> Any:
-        key = item.name
-        if kind.__members__.get(key) is not item:
-            raise CodecError(
-                f"a {name} is not the member of its name, {key!r:.80}: pass encode= "
-                "and decode= to add_safe_types"
-            )
-        return key
-
-    # Of a kind of text or tuple `__getitem__` is that of its members.
-    return SafeType(name, kind, encode, lambda key: kind[key], False)
-
-
-def _flags(name: str, kind: type[enum.Flag]) -> SafeType:
-    # Several flags, or none, have no name that every version of Python knows. An
-    # IntFlag takes any bits; that of Python 3.10 makes a member of each, and keeps it.
-    values = [operator.index(flag.value) for flag in kind.__members__.values()]
-    most = max([_FLAGS_OF_ANY, *(value.bit_length() for value in values)])
-
-    def checked(value: int) -> int:
-        if value.bit_length() > most:
-            raise CodecError(
-                f"a {name} of {value.bit_length()} bits, the limit is {most}: pass "
-                "encode= and decode= to add_safe_types"
-            )
-        return value
-
-    def decode(state: Any) -> Any:
-        if type(state) is not int:
-            raise CodecError(f"a {name} arrived with {type(state)} in place of an int")
-        return kind(checked(state))
-
-    return SafeType(
-        name, kind, lambda flags: checked(operator.index(flags.value)), decode, False
-    )
-
-
-def _check_fields(name: str, state: Any, fields: Any) -> None:
-    if type(state) is not dict or state.keys() != fields:
-        got = sorted(map(str, state))[:20] if type(state) is dict else type(state)
-        raise CodecError(
-            f"a {name} arrived with {got} in place of the fields {sorted(fields)}; "
-            "both sides need the same definition of it"
-        )
 
 
 def remedy(kind: type) -> str:
