@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 from collections import OrderedDict
@@ -143,6 +144,8 @@ def same(got: Any, sent: Any) -> bool:
     if isinstance(sent, list | tuple):
         pairs = zip(got, sent, strict=False)
         return len(got) == len(sent) and all(same(g, s) for g, s in pairs)
+    if dataclasses.is_dataclass(sent):
+        return same(vars(got), vars(sent))
     if isinstance(sent, float | complex):
         return repr(got) == repr(sent)
     return bool(got == sent)
