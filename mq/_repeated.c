@@ -340,7 +340,7 @@ pack_repeated(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 struct Parts {
     PyObject *described;
     PyObject *needs; /* names of registered types; NULL: there are none */
-    PyObject *made;  /* their objects, with what `attempt` gave; NULL: it was not asked */
+    PyObject *made;  /* what `attempt` was asked for, and gave; NULL: it was not asked */
     int raised;      /* the exception is none of ours */
     Py_ssize_t count, room;
     Part *all, first[MOST_TENSORS];
@@ -406,22 +406,38 @@ put_scalar(Buffer *out, PyObject *start, PyObject *value)
     return place == NULL ? -1 : 0;
 }
 
+/* All attributes of an object, before any of them is encoded; NULL, perhaps with an
+   exception: the twin says what is the matter. */
+static PyObject *
+values_of(PyObject *fields, PyObject *value)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(fields);
+    if (PyTuple_Check(value))
+        return PyTuple_GET_SIZE(value) == count ? PyTuple_GetSlice(value, 0, count) : NULL;
+    PyObject *values = PyTuple_New(count);
+    for (Py_ssize_t n = 0; values != NULL && n < count; n++) {
+        PyObject *found = PyObject_GetAttr(value, PyTuple_GET_ITEM(fields, n));
+        if (found == NULL)
+            Py_CLEAR(values);
+        else
+            PyTuple_SET_ITEM(values, n, found);
+    }
+    if (values == NULL && PyErr_ExceptionMatches(PyExc_Exception))
+        PyErr_Clear();
+    return values;
+}
+
 /* The state of an object that has these attributes, or of a tuple with these names. */
 static int
 put_fields(Buffer *out, PyObject *fields, PyObject *value, int levels)
 {
+    PyObject *values = levels < MOST_LEVELS ? values_of(fields, value) : NULL;
     Py_ssize_t count = PyTuple_GET_SIZE(fields);
-    int is_tuple = PyTuple_Check(value);
-    if (levels >= MOST_LEVELS || (is_tuple && PyTuple_GET_SIZE(value) != count))
-        return -1;
-    int failed = put_count(out, count, 0x80, 0xde);
-    for (Py_ssize_t n = 0; !failed && n < count; n++) {
-        PyObject *name = PyTuple_GET_ITEM(fields, n);
-        PyObject *found =
-            is_tuple ? Py_NewRef(PyTuple_GET_ITEM(value, n)) : PyObject_GetAttr(value, name);
-        failed = found == NULL || put_str(out, name) || put_value(out, found, levels + 1);
-        Py_XDECREF(found);
-    }
+    int failed = values == NULL || put_count(out, count, 0x80, 0xde);
+    for (Py_ssize_t n = 0; !failed && n < count; n++)
+        failed = put_str(out, PyTuple_GET_ITEM(fields, n))
+                 || put_value(out, PyTuple_GET_ITEM(values, n), levels + 1);
+    Py_XDECREF(values);
     return failed;
 }
 
@@ -433,14 +449,15 @@ put_state(Buffer *out, PyObject *entry, PyObject *value, int levels)
     struct Parts *parts = out->parts;
     if (parts->made == NULL && (parts->made = PyList_New(0)) == NULL)
         return -1;
-    PyObject *state = PyObject_CallFunctionObjArgs(attempt, PyTuple_GET_ITEM(entry, 2), value, NULL);
+    PyObject *encode = PyTuple_GET_ITEM(entry, 2);
+    PyObject *state = PyObject_CallFunctionObjArgs(attempt, encode, value, NULL);
     if (state == NULL) /* no `Raised`: a signal's handler has come before or after it */
         parts->raised = !PyErr_ExceptionMatches(PyExc_RecursionError)
                         && !PyErr_ExceptionMatches(PyExc_MemoryError);
-    PyObject *pair = state == NULL ? NULL : PyTuple_Pack(2, value, state);
-    int failed = pair == NULL || PyList_Append(parts->made, pair)
+    PyObject *done = state == NULL ? NULL : PyTuple_Pack(3, encode, value, state);
+    int failed = done == NULL || PyList_Append(parts->made, done)
                  || (PyObject *)Py_TYPE(state) == raised || put_value(out, state, levels);
-    Py_XDECREF(pair);
+    Py_XDECREF(done);
     Py_XDECREF(state);
     return failed;
 }
@@ -591,7 +608,7 @@ pack_skeleton(const Buffer *skeleton, const struct Parts *parts)
     Py_ssize_t nbytes = PyBytes_GET_SIZE(header);
     for (Py_ssize_t n = 0; n < parts->count; n++)
         nbytes = (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + parts->all[n].nbytes;
-    if (parts->made == NULL)
+    if (parts->needs == NULL) /* no code of the application's has run */
         for (Py_ssize_t n = 0; n < parts->count; n++)
             Py_CLEAR(parts->all[n].key);
     PyObject *message = message_of(header, nbytes, parts->all, parts->count);
@@ -831,13 +848,13 @@ take_scalar(const unsigned char *body, uint64_t size)
     return made;
 }
 
-/* Whether a dict has these keys and no others. */
+/* Whether a dict has these keys and no others; -1: an exception. */
 static int
 has_keys(PyObject *state, PyObject *keys)
 {
     int so = PyDict_CheckExact(state) && PyDict_GET_SIZE(state) == PyTuple_GET_SIZE(keys);
-    for (Py_ssize_t n = 0; so && n < PyTuple_GET_SIZE(keys); n++)
-        so = PyDict_Contains(state, PyTuple_GET_ITEM(keys, n)) == 1;
+    for (Py_ssize_t n = 0; so == 1 && n < PyTuple_GET_SIZE(keys); n++)
+        so = PyDict_Contains(state, PyTuple_GET_ITEM(keys, n));
     return so;
 }
 
@@ -875,11 +892,14 @@ take_object(Source *body, int levels)
     PyObject *made = NULL;
     if (state != NULL && body->at == body->end) {
         int is_simple = PyTuple_Check(entry) && PyTuple_GET_SIZE(entry) == 6
-                        && PyTuple_CheckExact(PyTuple_GET_ITEM(entry, 5))
-                        && has_keys(state, PyTuple_GET_ITEM(entry, 5));
-        made = is_simple ? build_of_fields(entry, state)
-                         : PyObject_CallFunctionObjArgs(build, entry, state, NULL);
-        tensors->raised = made == NULL;
+                        && PyTuple_CheckExact(PyTuple_GET_ITEM(entry, 5));
+        if (is_simple)
+            is_simple = has_keys(state, PyTuple_GET_ITEM(entry, 5));
+        if (is_simple >= 0) {
+            made = is_simple ? build_of_fields(entry, state)
+                             : PyObject_CallFunctionObjArgs(build, entry, state, NULL);
+            tensors->raised = made == NULL;
+        }
         if (made != NULL && PyList_Append(tensors->made, made) < 0)
             Py_CLEAR(made);
     }

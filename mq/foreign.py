@@ -41,15 +41,22 @@ def build(entry: SafeType, state: Any) -> Any:
     """
     try:
         return entry.decode(state)
+    except CodecError:
+        raise
     except BaseException as error:  # the application's code may raise anything
         fail(entry, error)
 
 
 def fail(entry: SafeType, error: BaseException) -> NoReturn:
     """Raise what `build` does where the type has raised an error."""
-    if isinstance(error, CodecError):
-        raise error
-    raise failure(f"decoding a {entry.name}", error) from error
+    try:
+        if isinstance(error, CodecError):
+            raise error
+        raise failure(f"decoding a {entry.name}", error) from error
+    finally:
+        del (
+            error
+        )  # which must not hold itself by this frame, nor what it was raised for
 
 
 def shown(value: object) -> str:
@@ -73,5 +80,8 @@ def failure(what: str, error: BaseException) -> CodecError:
 
         ends = (KeyboardInterrupt, SystemExit, GeneratorExit, CancelledError)
         if isinstance(error, ends):
-            raise error
+            try:
+                raise error
+            finally:
+                del error
     return CodecError(f"{what} raised {shown(error):.500}")

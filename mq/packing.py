@@ -62,7 +62,7 @@ class Packer:
         waits: What to call before the buffers hold their data.
         carried: Devices whose tensors stay there, as torch names them.
         areas: By device, what stays there.
-        made: What `once` was asked for, and what it made: for who packs it all again.
+        made: What `once` was asked, and what it made: for who packs it all again.
         passed: How many bytes `APART_BYTES` and `MOST_APART_BYTES` have been asked of.
     """
 
@@ -85,11 +85,11 @@ class Packer:
         allow_pickle: bool,
         leaves: frozenset[type],
         carried: frozenset[str] = frozenset(),
-        before: Iterable[tuple[Any, Any]] = (),
+        before: Iterable[tuple[Any, Any, Any]] = (),
     ) -> None:
         self._allow_pickle = allow_pickle
         self._before = deque(before)
-        self.made: list[tuple[Any, Any]] = []
+        self.made: list[tuple[Any, Any, Any]] = []
         self.passed = 0
         self.leaves = leaves
         self.carried = carried
@@ -113,14 +113,14 @@ class Packer:
         """
         made: _Made | foreign.Raised
         while self._before:
-            known, made = self._before.popleft()
-            if known is value:  # else what it is in has changed meanwhile
+            maker, known, made = self._before.popleft()
+            if known is value and maker is make:  # else what it is in has changed
                 break
         else:
             made = make(value)
         if isinstance(made, foreign.Raised):
             raise made.take()
-        self.made.append((value, made))
+        self.made.append((make, value, made))
         return made
 
     def ext(self, code: int, body: bytes) -> msgspec.msgpack.Ext:
@@ -307,7 +307,7 @@ def _pack_object(packer: Packer, value: Any, depth: int) -> Any:
     entry = safe_types.by_type(type(value))
     assert entry is not None  # handler() looked it up
     try:
-        if entry.by_field:  # whose function is ours, and only looks
+        if entry.fields is not None:  # its function is ours, and only looks
             state = entry.encode(value)
         else:
             state = packer.once(entry.encode, value)

@@ -41,8 +41,16 @@ def dataclass(name: str, kind: type) -> SafeType:
             object.__setattr__(value, field, state[field])  # it may be frozen
         return value
 
-    only = tuple(fields) if given == fields.keys() and _is_plain(kind, fields) else None
-    return SafeType(name, kind, encode, decode, True, only)
+    is_all = given == fields.keys() and _is_plain(kind, fields)
+    return SafeType(
+        name, kind, encode, decode, True, _names(fields) if is_all else None
+    )
+
+
+def _names(fields: Iterable[str]) -> tuple[str, ...] | None:
+    """Those of the fields, if they are text of no kind of its own."""
+    names = tuple(fields)
+    return names if all(type(name) is str for name in names) else None
 
 
 def _is_plain(kind: type, fields: Iterable[str]) -> bool:
@@ -67,8 +75,10 @@ def named_tuple(name: str, kind: type) -> SafeType:
         _check_fields(name, state, fields.keys())
         return kind(**state)
 
-    only = tuple(fields) if getattr(kind, "__iter__", 0) is tuple.__iter__ else None
-    return SafeType(name, kind, encode, decode, True, only)
+    is_all = getattr(kind, "__iter__", None) is tuple.__iter__
+    return SafeType(
+        name, kind, encode, decode, True, _names(fields) if is_all else None
+    )
 
 
 def enumeration(name: str, kind: type[enum.Enum]) -> SafeType:

@@ -263,8 +263,8 @@ Args:
 
 Returns:
     None where it is not as simple as that, and where nothing is compiled; or, if there
-    are any, its first registered objects with their states: they are not to be encoded
-    again. The last of these may be a `Raised`.
+    are any, functions and registered objects, the first ones, and what those made of
+    these: they are not to be called again. The last of these may be a `Raised`.
 """
 take_aligned: Final[Callable[[int], memoryview]] = (
     _speed.take_aligned if COMPILED else repeated.take_aligned

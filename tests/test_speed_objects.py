@@ -383,7 +383,7 @@ def test_what_an_encode_changes_around_it_is_left_to_the_codec(
     else:
         payload = {"a": Taken(change), "b": 2, "c": 3}
     first = payload[0 if kind is list else "a"]
-    assert speed.pack_mixed([payload], repeated.described) == [(first, 5)]
+    assert speed.pack_mixed([payload], repeated.described) == [(Taken.take, first, 5)]
     if kind is list:  # of a dict it is an error there
         payload = [Taken(change_list), 2, 3]
         found = CODEC.decode(area_of(CODEC.encode([payload])))
@@ -560,6 +560,73 @@ def test_every_kind_of_fields_is_built_as_the_codec_does(kind: Any, state: Any) 
     skeleton = msgspec.msgpack.encode([msgspec.msgpack.Ext(OBJECT, body)])
     area = bytearray(assemble(skeleton, (), frozenset()).pack())
     assert outcome(area, contextlib.nullcontext) == outcome(area, nothing_compiled)
+
+
+def _refused() -> Any:
+    raise OSError("it is out")
+
+
+@pytest.mark.parametrize("count", [100, INLINE_BYTES])
+def test_a_field_that_became_code_is_code_of_the_applications(count: int) -> None:
+    """It may do anything, and raise it."""
+
+    @dataclasses.dataclass
+    class Late:
+        one: Any
+
+    add_safe_types(Late, name="late")
+    late: Any = Late(1)
+    tensor = torch.ones(count)
+    CODEC.encode([torch.zeros(count), 1])
+
+    def shrink(_: Late) -> int:
+        tensor.untyped_storage().resize_(16)
+        return 5
+
+    Late.one = property(shrink)
+    with pytest.raises(CodecError, match="not resizable"):
+        CODEC.encode([tensor, late])
+    Late.one = property(lambda _: _refused())
+    with pytest.raises(
+        CodecError, match=r"encoding a late raised OSError\('it is out'"
+    ):
+        CODEC.encode([late])
+
+
+def test_fields_are_read_before_any_is_encoded() -> None:
+    """As where nothing is compiled."""
+    step = Step(Taken(lambda: setattr(step, "reward", 7)), 1.0)
+    found = CODEC.decode(area_of(CODEC.encode([step])))[0]
+    assert found.reward == 1.0
+
+
+@pytest.mark.parametrize("error", [CodecError, OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [Checked, Made])
+def test_what_a_decode_raises_keeps_nothing(
+    kind: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not until the garbage collector finds it: peers may send many."""
+    tensor = torch.ones(3)
+    one = Checked(one=tensor) if kind is Checked else mock_made(tensor)
+    area = area_of(CODEC.encode([one]))
+    CODEC.decode(area)
+    built: list[Any] = []
+
+    def raising(self: Any, *arguments: Any) -> None:
+        built.append(weakref.ref(self))
+        raise error
+
+    monkeypatch.setattr(
+        kind, "__post_init__" if kind is Checked else "__init__", raising
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(CodecError, KeyboardInterrupt):
+            CODEC.decode(area)
+        assert built[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("count", [100, INLINE_BYTES])
