@@ -54,9 +54,8 @@ def fail(entry: SafeType, error: BaseException) -> NoReturn:
             raise error
         raise failure(f"decoding a {entry.name}", error) from error
     finally:
-        del (
-            error
-        )  # which must not hold itself by this frame, nor what it was raised for
+        # By this frame it would hold itself, and all that it was raised for.
+        del error
 
 
 def shown(value: object) -> str:
@@ -83,5 +82,5 @@ def failure(what: str, error: BaseException) -> CodecError:
             try:
                 raise error
             finally:
-                del error
+                del error  # as in `fail`
     return CodecError(f"{what} raised {shown(error):.500}")

@@ -385,6 +385,7 @@ def test_a_remedy_can_be_done_as_it_is_written(
     value: Any, types_of_its_own: None
 ) -> None:
     """It has the functions that turn objects of well-known classes into data."""
+    safe_types.tables[:] = {}, {}
     known = {"mq": mq, type(value).__name__: type(value)}
     call = safe_types.remedy(type(value)).partition(" on both")[0].rpartition("mq.")[2]
     eval(f"mq.{call}", known)

@@ -38,9 +38,8 @@ class Crew:
 
     def __init__(self, backend: str, group: str, task: Task) -> None:
         self._arguments = (backend, group, task)
-        self._context = fork_server(
-            AppCell.preload
-        )  # who replaces a dead one begins at once
+        # Who replaces a dead one begins at once.
+        self._context = fork_server(AppCell.preload)
         self.processes: list[ForkServerProcess] = []
 
     def __enter__(self) -> Crew:
