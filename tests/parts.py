@@ -47,16 +47,16 @@ _INTERRUPTS = str(_HERE / "test_interrupts.py")
 _ELSEWHERE = (CONFORMANCE, _INTERRUPTS, *_BENCH, *_APPS, *_LONG, *_ENGINES)
 IN_PYTHON = "some of all, with nothing compiled"
 PARTS = {
-    "conformance of the others": [CONFORMANCE, "-k", f"not ({_NNG} or {_RPC})"],
-    "links and rendezvous": sorted({*_ENGINES} - {*_LONG}),
     "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
-    "interrupts": [_INTERRUPTS],
+    "links and rendezvous": sorted({*_ENGINES} - {*_LONG}),
     "soak, torchrpc": _LONG,
+    "conformance of the others": [CONFORMANCE, "-k", f"not ({_NNG} or {_RPC})"],
+    "the bench": _BENCH,
     "conformance of tcp, tls and torchrpc": [
         *(CONFORMANCE, "-k", f"({_RPC}) and not {_NNG}"),
     ],
+    "interrupts": [_INTERRUPTS],
     "conformance of nng": [CONFORMANCE, "-k", _NNG],
-    "the bench": _BENCH,
     "applications": _APPS,
     IN_PYTHON: [
         *(str(_HERE / f"test_{name}.py") for name in ("codec", "mesh_flow")),
