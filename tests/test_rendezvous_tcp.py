@@ -378,23 +378,24 @@ def test_a_host_that_does_not_reach_itself_is_told_why(
             meet(holder.getsockname()[1], timeout=0.5)
 
 
-# It may come inside of the constructor of a socket, which its finalizer then closes.
-@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_ctrl_c_ends_a_wait() -> None:
     """It does not last until its deadline."""
     begin, main = time.monotonic(), threading.get_ident()
+    asked: list[bytes] = []
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     def talk(sock: socket.socket) -> None:
-        sock.recv(1)  # from now on the other end waits for an answer
+        sock.sendall(wire.MAGIC + bytes(wire.NONCE_BYTES))
+        asked.append(sock.recv(1))  # from now on the other end waits for an answer
         signal.pthread_kill(main, signal.SIGALRM)
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         with program(talk) as port, pytest.raises(KeyboardInterrupt):
             meet(port, timeout=DEADLINE)
+        assert asked == [wire.MAGIC[:1]]
         assert time.monotonic() - begin < DEADLINE / 2
     finally:
         signal.signal(signal.SIGALRM, previous)
