@@ -415,6 +415,8 @@ values_of(PyObject *fields, PyObject *value)
     if (PyTuple_Check(value))
         return PyTuple_GET_SIZE(value) == count ? PyTuple_GetSlice(value, 0, count) : NULL;
     PyObject *values = PyTuple_New(count);
+    if (values != NULL && count)
+        PyObject_GC_UnTrack(values); /* nobody may find it while some are missing */
     for (Py_ssize_t n = 0; values != NULL && n < count; n++) {
         PyObject *found = PyObject_GetAttr(value, PyTuple_GET_ITEM(fields, n));
         if (found == NULL)
@@ -424,6 +426,8 @@ values_of(PyObject *fields, PyObject *value)
     }
     if (values == NULL && PyErr_ExceptionMatches(PyExc_Exception))
         PyErr_Clear();
+    if (values != NULL && count)
+        PyObject_GC_Track(values);
     return values;
 }
 

@@ -593,6 +593,30 @@ def test_a_field_that_became_code_is_code_of_the_applications(count: int) -> Non
         CODEC.encode([late])
 
 
+@needs_compiled
+def test_nobody_sees_the_fields_that_are_being_read() -> None:
+    """There are places without any until the last is read."""
+    seen: list[str] = []
+    first = [1]
+
+    @dataclasses.dataclass
+    class Many:
+        one: Any
+        two: Any
+        three: Any
+
+    def look(_: Many) -> int:
+        found = [one for one in gc.get_objects() if type(one) is tuple]
+        seen.extend(repr(one) for one in found if one[:1] == (first,))
+        return 2
+
+    add_safe_types(Many, name="many")
+    many = Many(first, 2, 3)
+    Many.two = property(look)
+    CODEC.encode([many, 1])
+    assert not seen
+
+
 def test_fields_are_read_before_any_is_encoded() -> None:
     """As where nothing is compiled."""
     step = Step(Taken(lambda: setattr(step, "reward", 7)), 1.0)
