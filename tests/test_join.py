@@ -36,14 +36,13 @@ from meeting import (
     runtime,
 )
 from nng_links import nng_runs
-from refusals import no_descriptor, unknown_host
+from refusals import unknown_host
 from tls_files import tls_options
 
 import mq
 from mq import process
 from mq.addresses import has_listener
 from mq.arrival import LOOK_SECONDS, PROBE_SECONDS, Arrival
-from mq.descriptors import check_descriptors
 from mq.errors import TransportUnavailable
 from mq.mesh.greeting import Greetings
 from mq.rendezvous import Rendezvous, claimants, open_rendezvous
@@ -53,15 +52,6 @@ from mq.testing import wait_until
 from mq.transport import Event, Link, What
 
 __all__ = ["nng_runs", "runtime"]
-
-
-def test_a_process_out_of_descriptors_is_told_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Even where there is none left to count those that are open."""
-    monkeypatch.setattr(os, "listdir", no_descriptor)
-    with pytest.raises(TransportUnavailable, match="ulimit"):
-        check_descriptors()
 
 
 def test_descriptors_that_go_while_it_connects_are_told_too(

@@ -155,7 +155,7 @@ def test_strangers_get_a_part_of_the_descriptors(
     with World(LINKS[name]) as world, contextlib.ExitStack() as ends:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (120, 120))
         # The strangers' own ends are in this process, too, and would leave no room.
-        monkeypatch.setattr(_zmq_doors, "free_descriptors", lambda: (120, ""))
+        monkeypatch.setattr(_zmq_doors, "free_descriptors", lambda _: (120, ""))
         address = world.members[1].addresses[0]
         knocking = []
         for _ in range(40):

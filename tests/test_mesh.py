@@ -342,7 +342,7 @@ def test_who_has_no_descriptors_to_spare_says_so_to_who_would_join(
     session = world["a"].session(world["b"])
     free = [8]
     monkeypatch.setattr(
-        "mq.mesh.admission.free_descriptors", lambda: (free[0], "a few are open")
+        "mq.mesh.admission.free_descriptors", lambda _: (free[0], "a few are open")
     )
     world.cut("a", "b")
     world.settle()

@@ -19,7 +19,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """So many descriptors are left, as it seems."""
     left = {"free": 0}
     monkeypatch.setattr(
-        descriptors, "free_descriptors", lambda: (left["free"], "a few are open")
+        descriptors, "free_descriptors", lambda _: (left["free"], "a few are open")
     )
     return left
 

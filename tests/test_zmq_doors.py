@@ -30,7 +30,7 @@ def on(wire: str) -> Callable[[], ZmqLink]:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
-    monkeypatch.setattr(_zmq_doors, "free_descriptors", lambda: (free, ""))
+    monkeypatch.setattr(_zmq_doors, "free_descriptors", lambda _: (free, ""))
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -312,7 +312,9 @@ def test_threads_of_the_engine_need_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where there are too few the engine would end the process."""
-    monkeypatch.setattr(transports.zmq, "free_descriptors", lambda: (60, "60 are free"))
+    monkeypatch.setattr(
+        transports.zmq, "free_descriptors", lambda _: (60, "60 are free")
+    )
     poller = Poller()
     try:
         with pytest.raises(TransportUnavailable, match=r"60 are free.*io_threads=16"):

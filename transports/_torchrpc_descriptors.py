@@ -62,10 +62,11 @@ def check_start(transports: Sequence[str], channels: Sequence[str]) -> None:
     """Raises: TransportUnavailable, for an agent without descriptors."""
     needed = LOOPS + sum(START.get(name, 0) for name in (*transports, *channels))
     needed += 2 * pipe_size(transports, channels)  # for its call to itself
-    free, why = free_descriptors()
-    if free < needed + SPARE:
+    needed += SPARE
+    free, why = free_descriptors(needed)
+    if free < needed:
         raise TransportUnavailable(
-            f"{why}, but TensorPipe needs {needed + SPARE} to start with transports "
+            f"{why}, but TensorPipe needs {needed} to start with transports "
             f"{tuple(transports)} and channels {tuple(channels)}; raise it with "
             "`ulimit -n`"
         )
@@ -123,8 +124,8 @@ class Descriptors:
             now = time.monotonic()
             self._promises = [p for p in self._promises if p.until > now and p.count()]
             promised = sum(promise.count() for promise in self._promises)
-            free, why = free_descriptors()
             needed = _needed(self._pipe, 2)
+            free, why = free_descriptors(promised + needed + SPARE)
             if free < promised + needed + SPARE:
                 raise OSError(
                     errno.EMFILE,

@@ -184,8 +184,9 @@ class Doors:
         now = time.monotonic()
         while self._let_in and self._let_in[0] < now:
             self._let_in.popleft()
-        free, _ = free_descriptors()
-        return free - len(self._let_in) > SPARE
+        taken = SPARE + len(self._let_in)
+        free, _ = free_descriptors(taken + 1)
+        return free > taken
 
     # -- asking ----------
 

@@ -127,8 +127,8 @@ class ZmqLink(Link):
 
     def _check_descriptors(self) -> None:
         """Raises: TransportUnavailable, if the engine's threads would find too few."""
-        free, why = free_descriptors()
         needed = _OWN_DESCRIPTORS + 2 * self._io_threads
+        free, why = free_descriptors(needed)
         if free < needed:
             raise TransportUnavailable(
                 f"{why}, but ZeroMQ needs {needed} for io_threads={self._io_threads}; "

@@ -108,8 +108,9 @@ def crowded(conn: Conn) -> str:
     each = conn.descriptors_taken
     if not each:
         return ""
-    free, why = free_descriptors()
-    return "" if free >= each + _SPARE else f"too few file descriptors are left: {why}"
+    needed = each + _SPARE
+    free, why = free_descriptors(needed)
+    return "" if free >= needed else f"too few file descriptors are left: {why}"
 
 
 def _taken(holder: Greeting, newcomer: Greeting, more: str = "") -> Refusal:
