@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import multiprocessing
 import os
 import resource
 import shutil
@@ -21,9 +20,9 @@ import pytest
 
 from mq.process import here
 from mq.rendezvous import Record, Rendezvous, open_rendezvous
+from mq.testing.harness import fork_server
 
 DEADLINE = 60.0
-_spawn = multiprocessing.get_context("spawn")
 
 
 def record(name: str, incarnation: str = "a", **fields: Any) -> Record:
@@ -83,7 +82,12 @@ def no_space() -> contextlib.AbstractContextManager[None]:
 def freeze(pid: int) -> None:
     """Stop a child process; a signal alone takes effect some time later."""
     os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    threads = Path(f"/proc/{pid}/task")
+    eventually(lambda: all(_state(thread) == "T" for thread in threads.iterdir()))
+
+
+def _state(process: Path) -> str:
+    return (process / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def free_port() -> int:
@@ -123,11 +127,23 @@ def meet(spec: str | None, group: str = "g") -> Rendezvous:
     return open_rendezvous(spec, group=group, secret=None, timeout=60.0)
 
 
+def _run_as_here(
+    environment: dict[str, str], cwd: str, target: Callable[..., None], *args: object
+) -> None:
+    """What a fork server knows is how the first test began."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    target(*args)
+
+
 @contextlib.contextmanager
 def process_of(target: Callable[..., None], *args: object) -> Iterator[Any]:
     """A process with a pipe to it; killed at the end if it still runs."""
-    ours, theirs = _spawn.Pipe()
-    child = _spawn.Process(target=target, args=(*args, theirs))
+    context = fork_server()
+    ours, theirs = context.Pipe()
+    of_test = (dict(os.environ), os.getcwd(), target)
+    child = context.Process(target=_run_as_here, args=(*of_test, *args, theirs))
     child.start()
     theirs.close()
     try:

@@ -118,7 +118,7 @@ def test_a_forked_child_keeps_nothing(runtime: Path) -> None:
             assert True in said
             assert len(_left(runtime)) == 1
             doomed.kill()
-            os.waitid(os.P_PID, doomed.pid, os.WEXITED | os.WNOWAIT)
+            doomed.join()
             _come_and_go()
             assert _left(runtime) == []
         finally:

@@ -90,7 +90,7 @@ class Group:
 
     def process(self, name: str) -> Member:
         """A worker in a process of its own, whatever the transport; no queue yet."""
-        context = _context()
+        context = fork_server()
         ours, theirs = context.Pipe()
         stacks, write_stacks = context.Pipe(duplex=False)
         process = context.Process(
@@ -113,7 +113,7 @@ class Group:
         Returns:
             Its exit status; None if it does not end.
         """
-        process = _context().Process(
+        process = fork_server().Process(
             target=worker.plain_main, args=(self._setting(), function, *args)
         )
         process.start()
@@ -229,12 +229,13 @@ def _own_stacks() -> str:
 _preloaded = threading.Lock()
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """What starts members, from a process that has imported all that they may need."""
     context = multiprocessing.get_context("forkserver")
     with _preloaded:
         preload = ["mq.testing.preload"]
-        # Each child runs the main script again, and that of pytest imports pytest.
-        preload += [name for name in ("pytest",) if name in sys.modules]
+        # Each child runs the main script again, and imports the module of its test.
+        preload += [name for name in ("pytest", "hypothesis") if name in sys.modules]
         context.set_forkserver_preload(preload)
     return context
 
