@@ -61,6 +61,7 @@ def test_a_transport_imports_only_the_link_contract(path: Path) -> None:
         "mq.stream",
         "mq.lending",
         "mq.segments",
+        "mq.sigpipe",
         "mq.borrowing",
         "mq.devices",
         "mq.options",

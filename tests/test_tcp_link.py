@@ -166,13 +166,13 @@ class _Taking:
         self._takes = list(takes)
         self._send = conn._send  # type: ignore[attr-defined]
 
-    def __call__(self, parts: Sequence[Any]) -> int:
+    def __call__(self, parts: Sequence[Any], *others: Any) -> int:
         if not self._takes:
-            return int(self._send(parts))
+            return int(self._send(parts, *others))
         take = self._takes.pop(0)
         if isinstance(take, BaseException):
             raise take
-        return int(self._send((b"".join(parts)[:take],)))
+        return int(self._send((b"".join(parts)[:take],), *others))
 
 
 @pytest.mark.parametrize("taken", [1, 8, 10, 12, 13, 40_000, 100_011])
@@ -236,8 +236,8 @@ def test_a_call_that_was_interrupted_breaks_its_connection(
         conn: Any = dialled if call == "_send" else accepted
         moves = getattr(conn, call)
 
-        def interrupted(argument: Any) -> int:
-            moves(argument)
+        def interrupted(*arguments: Any) -> int:
+            moves(*arguments)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:

@@ -24,6 +24,7 @@ from pynng import ffi, lib
 
 from mq import forks
 from mq.errors import ForkedProcess, TransportUnavailable
+from mq.sigpipe import spared
 from mq.stream.sockets import inode, quiet_seconds
 from mq.threads import MORE_THREADS
 
@@ -258,7 +259,7 @@ class Pair(Channel):
         listener = ffi.new("nng_listener *")
         check(lib.nng_listener_create(listener, sock, b"socket://"))
         check(lib.nng_listener_start(listener[0], 0))
-        check(lib.nng_listener_set_int(listener[0], b"socket:fd", fd))
+        check(spared(lib.nng_listener_set_int, listener[0], b"socket:fd", fd))
 
     def _descriptor(self, option: bytes) -> int:
         found = ffi.new("int *")
@@ -285,7 +286,7 @@ class Pair(Channel):
         move(place, head, nhead)
         if body is not None:
             move(place + nhead, body, body.nbytes)
-        if not lib.nng_sendmsg(self._socket, message, _NOW):
+        if not spared(lib.nng_sendmsg, self._socket, message, _NOW):
             return True
         lib.nng_msg_free(message)
         return False

@@ -29,6 +29,7 @@ import torch
 from mq.devices import aside
 from mq.errors import first_line
 from mq.log import Log
+from mq.sigpipe import blocked
 from transports import _torchrpc_native as native
 from transports import _torchrpc_net as net
 from transports._torchrpc_aliases import Aliases, Pairs
@@ -197,7 +198,7 @@ class Agent:
         try:
             with contextlib.suppress(RuntimeError):  # it keeps the application's rank
                 autograd._init(0)
-            with net.listen_on(options.host):
+            with net.listen_on(options.host), blocked():  # its threads stay without
                 self._agent = private.TensorPipeAgent(
                     self._store, name, 0, None, backend, {}, self._devices
                 )

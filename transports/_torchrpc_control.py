@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from mq import addresses
+from mq.sigpipe import QUIET
 
 PROTOCOL: Final = 5
 NOTE_BYTES: Final = 16 * 1024
@@ -198,7 +199,7 @@ class Control:
         """Send what is left."""
         try:
             while self._unsent and not self.ended:
-                del self._unsent[: self._socket.send(self._unsent)]
+                del self._unsent[: self._socket.send(self._unsent, QUIET)]
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:

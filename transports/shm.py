@@ -27,8 +27,9 @@ from mq.log import Log, WarnOnce
 from mq.mesh.poller import Poller
 from mq.options import whole
 from mq.segments import Segment, seal
+from mq.sigpipe import QUIET
 from mq.stream.conn import StreamConn
-from mq.stream.descriptors import DescriptorConn
+from mq.stream.descriptors import DescriptorConn, rights
 from mq.stream.files import SocketFiles
 from mq.stream.link import StreamLink
 from mq.stream.sockets import bound_unix, peer_process, peer_user
@@ -93,8 +94,7 @@ class ShmConn(DescriptorConn):
         return True
 
     def _send_descriptor(self, fd: int) -> None:
-        assert self._socket is not None
-        socket.send_fds(self._socket, [b"M"], [fd])
+        self._send((b"M",), rights([fd]), QUIET)
 
     def _answer(self) -> None:
         if not self.descriptors:
@@ -108,7 +108,7 @@ class ShmConn(DescriptorConn):
             raise OSError(str(error)) from error
         finally:
             os.close(fd)
-        self._send((memory.tobytes(),))
+        self._send((memory.tobytes(),), (), QUIET)
 
     @property
     def shm(self) -> ShmLink:

@@ -17,6 +17,7 @@ from mq import addresses
 from mq.credentials import asked_name, check_dates, contexts, explain, pem_files
 from mq.mesh.poller import Poller
 from mq.openssl import undivided
+from mq.sigpipe import QUIET
 from mq.stream.conn import StreamConn
 from mq.stream.link import StreamLink
 from mq.stream.tcp import TcpStreamLink
@@ -92,7 +93,7 @@ class TlsConn(StreamConn):
         finally:
             self._push()  # an alert, too, which tells the peer why
 
-    def _encrypt(self, parts: Sequence[Any]) -> int:
+    def _encrypt(self, parts: Sequence[Any], *_: object) -> int:
         """Like `sendmsg`; what was taken and has not left is in `_sealed`."""
         if self._sealed and not self._push():
             raise BlockingIOError
@@ -121,7 +122,7 @@ class TlsConn(StreamConn):
             while sealed or outgoing.pending:
                 if not sealed:
                     sealed = memoryview(outgoing.read())
-                sealed = sealed[self._socket.send(sealed) :]
+                sealed = sealed[self._socket.send(sealed, QUIET) :]
         except BlockingIOError:
             pass
         self._sealed = sealed

@@ -18,6 +18,7 @@ from mq.errors import AuthenticationFailed, ConnectRefused, PeerLost
 from mq.rendezvous import wire
 from mq.rendezvous.service import configure, format_address
 from mq.rendezvous.unread import SAME_VERSION
+from mq.sigpipe import QUIET
 
 SLICE_SECONDS: Final = 0.25
 """The longest single wait, so that Ctrl-C and `close` are noticed."""
@@ -147,7 +148,7 @@ class Channel:
         while view:
             self._wait(select.POLLOUT, deadline)
             with contextlib.suppress(BlockingIOError):
-                view = view[self.sock.send(view) :]
+                view = view[self.sock.send(view, QUIET) :]
 
     def _receive(self, until: int, deadline: float) -> None:
         """Receive something, but never beyond `until` bytes in all."""

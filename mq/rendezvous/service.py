@@ -24,6 +24,7 @@ from mq.log import Log, WarnOnce
 from mq.rendezvous import wire
 from mq.rendezvous.memory import MemoryStore
 from mq.rendezvous.record import FORMAT, Claim, Record
+from mq.sigpipe import QUIET
 
 GREETING_SECONDS: Final = 2.0
 HAND_OVER_SECONDS: Final = 1.0
@@ -204,7 +205,7 @@ class Service:
                 self._digest(connection)
                 if not connection.outgoing:
                     break
-                sent = connection.sock.send(connection.outgoing)
+                sent = connection.sock.send(connection.outgoing, QUIET)
                 del connection.outgoing[:sent]
         except (BlockingIOError, InterruptedError):
             pass

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from mq.sigpipe import QUIET
 from mq.stream.framing import Framing, not_open
 from mq.transport import LINGER_SECONDS, Event, What
 
@@ -127,7 +128,7 @@ class StreamConn(Framing):
                 if not self._establish():
                     self.drained = True
                     return False
-                self._greeting = self._send((hello,)) == HELLO_BYTES
+                self._greeting = self._send((hello,), (), QUIET) == HELLO_BYTES
             except OSError as error:  # the first bytes of all always find room
                 self.end(f"no connection with {self.address}: {error}")
                 if not isinstance(error, ConnectionError):  # it only looked who is here

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from mq.stream.link import StreamLink
 
 
+def rights(descriptors: Sequence[int]) -> list[tuple[int, int, array[int]]]:
+    """What `sendmsg` passes copies of these descriptors with.
+
+    `socket.send_fds` forgets its flags.
+    """
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
+
+
 class DescriptorConn(StreamConn):
     """A connection that passes descriptors beside its bytes.
 
@@ -49,10 +57,12 @@ class DescriptorConn(StreamConn):
         sock = self._socket
         if sock is None:
             return self.try_send(head, body)
-        rights = array("i", descriptors)
+        passed = rights(descriptors)
 
-        def send_with(parts: Sequence[memoryview | bytes]) -> int:
-            return sock.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        def send_with(
+            parts: Sequence[memoryview | bytes], _: Sequence[object], flags: int
+        ) -> int:
+            return sock.sendmsg(parts, passed, flags)
 
         usual, self._send = self._send, send_with
         try:

@@ -21,6 +21,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from mq.sigpipe import QUIET
 from mq.transport import CHUNK_BYTES, MAX_HEAD_BYTES, Conn
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Framing(Conn):
         self._chunk_bytes = link.chunk_bytes
         # Both raise BlockingIOError where they would wait, and never move nothing but
         # at the end of the stream.
-        self._send: Callable[[Sequence[Any]], int] = not_open
+        self._send: Callable[[Sequence[Any], Sequence[Any], int], int] = not_open
         self._receive_into: Callable[[memoryview], int] = not_open
 
     # -- sending ----------
@@ -97,11 +98,11 @@ class Framing(Conn):
         try:
             if body is None:
                 total = _SIZES_BYTES + nhead
-                sent = self._send((SIZES.pack(nhead, 0), head))
+                sent = self._send((SIZES.pack(nhead, 0), head), (), QUIET)
             else:
                 nbody = body.nbytes
                 total = _SIZES_BYTES + nhead + nbody
-                sent = self._send((SIZES.pack(nhead, nbody), head, body))
+                sent = self._send((SIZES.pack(nhead, nbody), head, body), (), QUIET)
         except BlockingIOError:
             self.torn = False
             self._refused = True
@@ -167,7 +168,7 @@ class Framing(Conn):
         if rest or self._sealed:
             self.torn = True
             try:
-                sent = self._send(rest)
+                sent = self._send(rest, (), QUIET)
                 while rest and sent >= len(rest[0]):
                     sent -= len(rest.pop(0))
                 self._borrows &= bool(rest)

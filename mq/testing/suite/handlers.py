@@ -1,7 +1,8 @@
-"""Interrupt, Close: handlers of signals that use a queue, close it, or take long."""
+"""Interrupt, Close, Death: signals, and handlers that use a queue or take long."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -146,6 +147,33 @@ def a_handler_of_a_signal_that_takes_long_holds_nobody_up(group: Group) -> None:
     a.ask(worker.call, "subscribe", "u", timeout=STEP, worker_main=False).result()
     a.ask(_end_handler, worker_main=False).result()
     assert [m.digest for m in reading.result()] == [1]
+
+
+def _end_by_sigpipe(worker: Any) -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def _publish_while_it_listens(queue: mq.MQ, topic: str) -> None:
+    """Publish as fast as its subscriber takes it, until there is none."""
+    sizes = itertools.cycle([_LARGE, 10 * _LARGE])
+    while queue.subscribers(topic):
+        queue.publish(topic, bytes(next(sizes)), timeout=STEP)
+
+
+@case("Death", needs="separate_processes", otherwise=_no_signals)
+def peers_that_die_end_no_program_that_sigpipe_ends(group: Group) -> None:
+    """As it ends those that print into pipes, and by default all but Python's."""
+    a, *doomed = group.members("a", "b", "c", "d")
+    a.ask(_end_by_sigpipe).result()
+    for member in doomed:
+        topic = f"to {member.name}"
+        member.subscribe(topic)
+        running = a.begin(_publish_while_it_listens, topic)
+        member.run(programs.receive, 50)
+        member.begin(programs.receive, 1_000_000)
+        member.kill()
+        running.result()
+    a.publish("t", "alive")
 
 
 _CALLS: Final[dict[str, tuple[Any, ...]]] = {
