@@ -440,13 +440,15 @@ class World:
         """
         for turn in range(10_000):
             moved = self.net.deliver_all()
+            polled = False
             for member in self.running():
                 news = member.link.has_news()
                 at_once = first and not turn
                 if news or at_once or member.mesh.next_deadline() <= self.now:
                     member.poll()
+                    polled = True
                 moved |= news
-            if not moved and not self.net.steps():
+            if not polled or not (moved or self.net.steps()):
                 return
         raise AssertionError("the members never come to rest")
 

@@ -203,12 +203,10 @@ class Mesh:
             return self._last_poll
         deadline = self.subscriber.copies.next_deadline(self._next_tick)
         for session in self.sessions.values():
-            if not session.can_send():
-                continue
-            if session.answer_at is not None and session.answer_at < deadline:
-                deadline = session.answer_at
-            if session.batch_at is not None and session.batch_at < deadline:
-                deadline = session.batch_at
+            # Most have neither, and nothing else of them is looked at.
+            for at in (session.answer_at, session.batch_at):
+                if at is not None and at < deadline and session.can_send():
+                    deadline = at
         return self.dialling.next_deadline(deadline)
 
     def batch_deadline(self) -> float:

@@ -6,6 +6,7 @@ imported them, but not used them, has them at once.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 
@@ -26,3 +27,6 @@ for _name in ("encodings.ascii", "encodings.idna", "multiprocessing.popen_forkse
     importlib.import_module(_name)
 hashlib.sha256(b"")
 join.versions()
+# A collection in a member would look through all of this, and copy its pages.
+gc.collect()
+gc.freeze()
