@@ -47,12 +47,47 @@ def test_a_call_is_spared_and_what_comes_after_it_is_not() -> None:
 @pytest.mark.parametrize(
     "disposition", ["signal.SIG_IGN", "lambda *_: print('handled', flush=True)"]
 )
-def test_where_it_ends_nothing_nothing_is_done(disposition: str) -> None:
-    """A handler of the application's is called as always."""
+def test_no_handler_of_it_is_called(disposition: str) -> None:
+    """It may end the program, as that of many that print into pipes."""
     before = f"signal.signal(signal.SIGPIPE, {disposition})\n"
-    _, plain = said_by(f"{before}print(write(), flush=True)")
     status, said = said_by(f"{before}print(spared(write), flush=True)")
-    assert said == plain
+    assert said == ["broken", "written"]
+    assert status == 0
+
+
+def test_who_blocks_it_finds_none_that_was_not_there() -> None:
+    block = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})"
+    lines = f"{block}; spared(write); print(len(signal.sigpending()), flush=True)"
+    status, said = said_by(lines)
+    assert said == ["broken", "0"]
+    assert status == 0
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_a_handler_that_raises_leaves_it_as_it_was(call: int) -> None:
+    """These calls run handlers once they have done what they are for."""
+    lines = f"""
+calls = []
+
+def raising(usual):
+    def call(*arguments):
+        done = usual(*arguments)
+        calls.append(done)
+        if len(calls) == {call} + 1:
+            raise TimeoutError
+        return done
+    return call
+
+mask = signal.pthread_sigmask
+signal.pthread_sigmask = raising(mask)
+signal.sigtimedwait = raising(signal.sigtimedwait)
+try:
+    spared(write)
+except TimeoutError:
+    print(len(mask(signal.SIG_BLOCK, ())), flush=True)
+"""
+    status, said = said_by(lines)
+    assert said == ["broken"] * (call > 1) + ["0"]
     assert status == 0
 
 
