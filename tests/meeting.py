@@ -21,6 +21,7 @@ import pytest
 from mq.process import here
 from mq.rendezvous import Record, Rendezvous, open_rendezvous
 from mq.testing.harness import fork_server
+from mq.testing.waiting import has_stopped
 
 DEADLINE = 60.0
 
@@ -82,12 +83,7 @@ def no_space() -> contextlib.AbstractContextManager[None]:
 def freeze(pid: int) -> None:
     """Stop a child process; a signal alone takes effect some time later."""
     os.kill(pid, signal.SIGSTOP)
-    threads = Path(f"/proc/{pid}/task")
-    eventually(lambda: all(_state(thread) == "T" for thread in threads.iterdir()))
-
-
-def _state(process: Path) -> str:
-    return (process / "stat").read_text().rpartition(")")[2].split()[0]
+    eventually(lambda: has_stopped(pid))
 
 
 def free_port() -> int:

@@ -21,6 +21,7 @@ from fresh_python import output_of
 import mq
 from mq import signals, speed
 from mq.speed import Lock
+from mq.testing.waiting import state_of
 
 compiled = pytest.mark.skipif(
     not speed.COMPILED, reason="mq._speed was not built or not wanted"
@@ -228,10 +229,9 @@ def test_locks_of_other_threads_hold_no_signal(handle: Callable[..., None]) -> N
 def send_until(thread: int, number: int, over: threading.Event) -> None:
     """Send a signal to the main thread once it sleeps."""
     while not over.is_set():
-        with open(f"/proc/self/task/{os.getpid()}/stat") as file:
-            if file.read().rpartition(")")[2].split()[0] == "S":
-                signal.pthread_kill(thread, number)
-                return
+        if state_of(os.getpid()) == "S":
+            signal.pthread_kill(thread, number)
+            return
 
 
 @compiled

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from mq.message import Message
 from mq.testing import worker
-from mq.testing.waiting import CASE, STEP, MemberDied, StepTimeout, wait_until
+from mq.testing.waiting import (
+    CASE,
+    STEP,
+    MemberDied,
+    StepTimeout,
+    has_stopped,
+    wait_until,
+)
 
 if TYPE_CHECKING:
     from mq.testing.harness import Group
@@ -159,7 +166,7 @@ class Member:
         """Stop the process by SIGSTOP; returns when it has stopped."""
         self.stopped = self.group.breaks = True
         self.signal(signal.SIGSTOP)
-        wait_until(lambda: self._state() == "T", f"{self.name} to stop")
+        wait_until(lambda: has_stopped(self.pid), f"{self.name} to stop")
 
     def cont(self) -> None:
         """Let a stopped process go on."""
@@ -174,10 +181,6 @@ class Member:
         """Send a signal to the process."""
         assert self.process is not None, f"{self.name} is a thread"
         os.kill(self.pid, number)
-
-    def _state(self) -> str:
-        with open(f"/proc/{self.pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
 
     # -- measurements -------------------------------------------------------------
 

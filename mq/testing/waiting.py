@@ -69,6 +69,22 @@ def ready_seconds(pid: int) -> dict[str, float]:
     return waited
 
 
+def state_of(thread: int) -> str:
+    """What a thread, or the main thread of a process, does: "S" sleeps, "T" stopped.
+
+    The third field of ``stat``: proc_pid_stat(5). "" where it has ended.
+    """
+    with contextlib.suppress(OSError), open(f"/proc/{thread}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+    return ""
+
+
+def has_stopped(pid: int) -> bool:
+    """Whether all threads of a process have taken a SIGSTOP."""
+    threads = os.listdir(f"/proc/{pid}/task")
+    return all(state_of(int(thread)) == "T" for thread in threads)
+
+
 def stolen_seconds() -> list[float]:
     """How long each core was taken away since the machine was started."""
     with open("/proc/stat") as file:

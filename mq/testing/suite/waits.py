@@ -22,7 +22,7 @@ from mq.testing import programs
 from mq.testing.cases import case
 from mq.testing.harness import Group
 from mq.testing.member import Member
-from mq.testing.waiting import STEP, Stopwatch, wait_until
+from mq.testing.waiting import STEP, Stopwatch, state_of, wait_until
 from mq.threads import current_frames
 
 _CALLS = ("recv", "publish", "loan", "wait_for_members", "wait_for_subscribers")
@@ -129,7 +129,7 @@ def _main_thread_waits(worker: Any, call: str = "") -> bool:
     """Whether the worker's main thread waits inside the library, and in such a call."""
     names = _calls_of(threading.main_thread())
     is_there = not names.isdisjoint(("_waits", "_waits_in_close"))
-    return is_there and (not call or call in names) and _sleeps()
+    return is_there and (not call or call in names) and state_of(os.getpid()) == "S"
 
 
 def _calls_of(thread: threading.Thread) -> set[str]:
@@ -139,11 +139,6 @@ def _calls_of(thread: threading.Thread) -> set[str]:
         names.add(frame.f_code.co_name)
         frame = frame.f_back
     return names
-
-
-def _sleeps() -> bool:
-    with open("/proc/self/stat") as file:  # of the main thread
-        return file.read().rpartition(")")[2].split()[0] == "S"
 
 
 def _check_after_interrupts(worker: Any) -> None:
