@@ -158,8 +158,8 @@ class Conn(ABC):
         Returns:
             True: the message will be sent, and the caller may change `head` at once,
             and without `keeps_body` also `body` after the next `let_go`. False: not
-            now; WRITABLE is reported when it is worth trying again. On a broken
-            connection True (it is lost, as messages are then) and LOST is reported.
+            now; WRITABLE is reported when it is worth trying again. On a broken one
+            True (it is lost, as messages are) and LOST, but no SIGPIPE (`mq.sigpipe`).
         """
 
     def try_send_piece(self, head: bytes, piece: Piece) -> bool:

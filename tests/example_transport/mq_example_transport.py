@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from mq.mesh.poller import Poller
+from mq.sigpipe import QUIET
 from mq.transport import (
     LINGER_SECONDS,
     MAX_HEAD_BYTES,
@@ -63,7 +64,7 @@ class ExampleConn(Conn):
             return False
         parts = [SIZES.pack(len(head), len(body) if body else 0), head, body or b""]
         try:
-            sent = self.sock.sendmsg(parts)
+            sent = self.sock.sendmsg(parts, (), QUIET)
         except BlockingIOError:
             self.refused = True
             self._link.watch(self)
@@ -81,7 +82,7 @@ class ExampleConn(Conn):
         """Send what `try_send` accepted and the kernel did not take at once."""
         try:
             while self.unsent:
-                self.unsent = self.unsent[self.sock.send(self.unsent) :]
+                self.unsent = self.unsent[self.sock.send(self.unsent, QUIET) :]
         except BlockingIOError:
             pass
         except OSError as error:
