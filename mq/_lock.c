@@ -22,6 +22,8 @@
 
 #define OVERDUE_NS 1000000000 /* signals pass if the main thread is stuck for so long */
 #define LOOK_NS 20000000      /* between looks at which handlers there are */
+#define FOR_EVER (-1)
+#define AT_ALL_COSTS (-2)
 
 static void (*python_handler)(int); /* NULL until some signal has it */
 static PyObject *getsignal;         /* as in `signal`; NULL until signals are to wait */
@@ -166,19 +168,6 @@ hold(void)
     }
 }
 
-static void
-after_fork(void)
-{
-    generation++;
-    atomic_store(&main_thread, PyThread_get_thread_ident());
-    atomic_store(&depth, 0);
-    atomic_store(&handling, 0);
-    atomic_store(&waits, 0);
-    atomic_store(&waits_since, 0);
-    for (int number = 1; number < NSIG; number++)
-        atomic_store(&waiting[number], 0);
-}
-
 PyObject *
 hold_signals(PyObject *module, PyObject *numbers)
 {
@@ -211,41 +200,154 @@ signal_waits(PyObject *module, PyObject *ignored)
 
 /* -- the lock ---------- */
 
-typedef struct {
+typedef struct Lock {
     PyObject_HEAD
     PyThread_type_lock lock;
     int locked;
     int held; /* the generation in which the main thread took it, or 0 */
     unsigned long holder; /* the thread that has it, if it is locked */
+    struct Lock *next;    /* of those that are locked */
 } Lock;
 
+typedef struct Waiter {
+    unsigned long thread;
+    Lock *lock;
+    struct Waiter *next;
+} Waiter;
+
 static PyTypeObject *lock_type;
+static Lock *taken;     /* all that are, few at any time; the GIL is held to look */
+static Waiter *waiters; /* who waits for ever for one */
+
+static void
+set_locked(Lock *self, unsigned long holder)
+{
+    self->locked = 1;
+    self->holder = holder;
+    self->next = taken;
+    taken = self;
+}
+
+static void
+set_free(Lock *self)
+{
+    self->locked = self->held = 0;
+    for (Lock **at = &taken; *at != NULL; at = &(*at)->next)
+        if (*at == self) {
+            *at = self->next;
+            return;
+        }
+}
+
+/* In a forked child: what other threads had, and wait for, they have there no more. */
+static void
+keep_mine(void)
+{
+    unsigned long me = PyThread_get_thread_ident();
+    for (Lock **at = &taken; *at != NULL;) {
+        if ((*at)->holder == me)
+            at = &(*at)->next;
+        else
+            *at = (*at)->next;
+    }
+    for (Waiter **at = &waiters; *at != NULL;) {
+        if ((*at)->thread == me)
+            at = &(*at)->next;
+        else
+            *at = (*at)->next;
+    }
+}
+
+static int
+has_other_than(const Lock *self, unsigned long me)
+{
+    for (const Lock *one = taken; one != NULL; one = one->next)
+        if (one != self && one->holder == me)
+            return 1;
+    return 0;
+}
+
+/* Whether who has the lock waits for this thread, or for one that does. */
+static int
+would_wait_for_ever(const Lock *self, unsigned long me)
+{
+    /* Bounded: where destructors of other threads are at it, they may be in a circle. */
+    for (int hops = 0; hops < 64 && self->locked; hops++) {
+        if (self->holder == me)
+            return 1;
+        const Waiter *waiter = waiters;
+        while (waiter != NULL && waiter->thread != self->holder)
+            waiter = waiter->next;
+        if (waiter == NULL)
+            return 0;
+        self = waiter->lock;
+    }
+    return 0;
+}
+
+static void
+begin_to_wait(Waiter *waiter)
+{
+    waiter->next = waiters;
+    waiters = waiter;
+}
+
+static void
+end_waiting(const Waiter *waiter)
+{
+    for (Waiter **at = &waiters; *at != NULL; at = &(*at)->next)
+        if (*at == waiter) {
+            *at = waiter->next;
+            return;
+        }
+}
+
+static void
+after_fork(void)
+{
+    generation++;
+    keep_mine();
+    atomic_store(&main_thread, PyThread_get_thread_ident());
+    atomic_store(&depth, 0);
+    atomic_store(&handling, 0);
+    atomic_store(&waits, 0);
+    atomic_store(&waits_since, 0);
+    for (int number = 1; number < NSIG; number++)
+        atomic_store(&waiting[number], 0);
+}
 
 /* Take it; -1 is an exception, 0: it did not become free in time. An interrupt may come
    before it is taken, never after.
 
-   `micros`: how long to wait; -1: for ever. */
+   `micros`: how long to wait; FOR_EVER: unless that would never end; AT_ALL_COSTS. */
 static int
 take(Lock *self, int64_t micros)
 {
     unsigned long me = PyThread_get_thread_ident();
     int in_main = me == atomic_load(&main_thread);
-    if (micros < 0 && self->locked && self->holder == me) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "this thread is in the middle of the queue's own work: a "
-                        "destructor or a hook called the queue again, which would wait "
-                        "for ever; call it from another thread");
-        return -1;
-    }
     if (in_main && hold() < 0)
         return -1;
     int64_t until = micros > 0 ? nanoseconds(CLOCK_MONOTONIC) / 1000 + micros : 0;
     int got = PyThread_acquire_lock(self->lock, NOWAIT_LOCK);
     while (!got && micros != 0) {
+        if (micros == FOR_EVER && would_wait_for_ever(self, me)) {
+            if (in_main)
+                let_go();
+            PyErr_SetString(PyExc_RuntimeError,
+                            "this thread is in the middle of a queue's own work: a "
+                            "destructor or a hook called a queue, which would wait for "
+                            "ever; call it from another thread");
+            return -1;
+        }
         PyLockStatus status;
+        Waiter waiter = {.thread = me, .lock = self};
+        if (micros < 0)
+            begin_to_wait(&waiter);
         Py_BEGIN_ALLOW_THREADS
-        status = PyThread_acquire_lock_timed(self->lock, micros, 1);
+        status = PyThread_acquire_lock_timed(self->lock, micros < 0 ? -1 : micros, 1);
         Py_END_ALLOW_THREADS
+        if (micros < 0)
+            end_waiting(&waiter);
         if (status == PY_LOCK_FAILURE)
             break;
         got = status == PY_LOCK_ACQUIRED;
@@ -261,9 +363,8 @@ take(Lock *self, int64_t micros)
         }
     }
     if (got) {
-        self->locked = 1;
         self->held = in_main ? generation : 0;
-        self->holder = me;
+        set_locked(self, me);
     } else if (in_main) {
         let_go();
     }
@@ -274,7 +375,7 @@ static void
 give(Lock *self)
 {
     int held = self->held;
-    self->held = self->locked = 0;
+    set_free(self);
     PyThread_release_lock(self->lock);
     if (held == generation)
         let_go();
@@ -292,7 +393,7 @@ lock_acquire(Lock *self, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_ValueError, "timeout is for one that blocks, up to 1e9 s");
         return NULL;
     }
-    int64_t micros = timeout < 0.0 ? -1 : (int64_t)(timeout * 1e6);
+    int64_t micros = timeout < 0.0 ? FOR_EVER : (int64_t)(timeout * 1e6);
     int got = take(self, blocking ? micros : 0);
     return got < 0 ? NULL : PyBool_FromLong(got);
 }
@@ -300,7 +401,7 @@ lock_acquire(Lock *self, PyObject *args, PyObject *kwargs)
 static PyObject *
 lock_enter(Lock *self, PyObject *ignored)
 {
-    return take(self, -1) < 0 ? NULL : Py_NewRef(Py_True);
+    return take(self, FOR_EVER) < 0 ? NULL : Py_NewRef(Py_True);
 }
 
 static PyObject *
@@ -326,6 +427,14 @@ lock_is_mine(Lock *self, PyObject *ignored)
     return PyBool_FromLong(self->locked && self->holder == PyThread_get_thread_ident());
 }
 
+PyObject *
+has_other_locks(PyObject *module, PyObject *lock)
+{
+    /* It may be something else, as None is: no Lock is where that is. */
+    return PyBool_FromLong(
+        has_other_than((const Lock *)lock, PyThread_get_thread_ident()));
+}
+
 /* In a forked child: who had it does not exist there, unless it is who forked. */
 static PyObject *
 lock_at_fork_reinit(Lock *self, PyObject *ignored)
@@ -336,7 +445,7 @@ lock_at_fork_reinit(Lock *self, PyObject *ignored)
     if (lock == NULL)
         return PyErr_NoMemory();
     self->lock = lock; /* the other is left as it is, as Python leaves its own */
-    self->locked = self->held = 0;
+    set_free(self);
     Py_RETURN_NONE;
 }
 
@@ -353,7 +462,7 @@ take_back(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
     if (self->locked && self->holder == PyThread_get_thread_ident())
         Py_RETURN_NONE;
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
-    while (take(self, -1) < 0) {
+    while (take(self, AT_ALL_COSTS) < 0) {
         Py_XDECREF(type);
         Py_XDECREF(value);
         Py_XDECREF(traceback);

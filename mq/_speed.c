@@ -927,6 +927,7 @@ static PyMethodDef methods[] = {
     {"pop_ready", (PyCFunction)(void (*)(void))pop_ready, METH_FASTCALL, NULL},
     {"hold_signals", hold_signals, METH_O, NULL},
     {"signal_waits", signal_waits, METH_NOARGS, NULL},
+    {"has_other_locks", has_other_locks, METH_O, NULL},
     {"take_back", (PyCFunction)(void (*)(void))take_back, METH_FASTCALL, NULL},
     {"arrive_alone", (PyCFunction)(void (*)(void))arrive_alone, METH_FASTCALL, NULL},
     {"receive_passing", (PyCFunction)(void (*)(void))receive_passing, METH_FASTCALL, NULL},

@@ -16,6 +16,7 @@ from mq.mesh import wire
 from mq.message import check_topic
 from mq.options import whole
 from mq.seconds import seconds
+from mq.speed import has_other_locks
 from mq.transport import LINGER_SECONDS, Capabilities
 from mq.undisturbed import Stopper, undisturbed
 
@@ -230,7 +231,7 @@ class Membership:
     def close(self, linger: float | None = CLOSE_SECONDS) -> None:
         """Deliver what was published, leave the group, free everything. Idempotent.
 
-        Called in the middle of the queue's own work, by a destructor or a handler of a
+        Called in the middle of a queue's own work, by a destructor or a handler of a
         signal that did not wait, it is done by another thread once that work has ended.
         The log's handlers have been told what was said when it returns, unless they
         take over a second.
@@ -252,7 +253,7 @@ class Membership:
         me = threading.get_ident()
         if self._freer == me or (self._close_lock.locked() and self._closer == me):
             return  # this is a handler, in the middle of doing so
-        if lead.is_in_the_middle():
+        if lead.is_in_the_middle() or has_other_locks(lead.lock):
             threading.Thread(target=self.close, args=(linger,), daemon=True).start()
             return
         while not self._freed.is_set() and not lead.forked:

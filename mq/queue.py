@@ -17,7 +17,7 @@ from mq.message import CLEAR, Message
 from mq.options import switch
 from mq.seconds import deadline_after
 from mq.speed import Lock
-from mq.undisturbed import Stopper, undisturbed
+from mq.undisturbed import Stopper, check_may_wait, undisturbed
 
 if TYPE_CHECKING:
     import asyncio  # which takes as long as all of ours; who uses it has imported it
@@ -98,6 +98,7 @@ def connect(
         max_message_bytes=max_message_bytes,
         insecure=insecure,
     )
+    check_may_wait()
     try:
         # Loaded here, so that `import mq` loads neither NumPy nor an engine.
         from mq.buffers import Pool

@@ -182,6 +182,10 @@ is_mine: Final[Callable[[threading.Lock], bool]] = (
     methodcaller("is_mine") if COMPILED else _may_be_mine
 )
 """Whether this thread has a `Lock`; with nothing compiled, whether it may have it."""
+has_other_locks: Final[Callable[[object], bool]] = (
+    _speed.has_other_locks if COMPILED else lambda lock: False
+)
+"""Whether this thread has a `Lock` but for this one; with nothing compiled, False."""
 know_arrivals: Final[Callable[[type, type, type], None]] = (
     _speed.know_arrivals if COMPILED else _nothing
 )

@@ -17,7 +17,7 @@ from mq import forks
 from mq.errors import ForkedProcess
 from mq.log import Log
 from mq.signals import attentive
-from mq.speed import Lock
+from mq.speed import Lock, has_other_locks
 
 logger = Log(__name__)
 
@@ -25,6 +25,25 @@ GRACE_SECONDS: Final = 0.25
 """How long an interrupted caller waits until nothing is left."""
 _BEGIN_SECONDS: Final = 10.0
 T = TypeVar("T")
+
+
+def check_may_wait(lock: threading.Lock | None = None) -> None:
+    """Have destructors wait for nothing in the middle of another queue's work.
+
+    The collector runs them anywhere. That queue would hear and say nothing meanwhile,
+    until its peers give it up; or it is the very one that is waited for.
+
+    Args:
+        lock: Of the queue that is to wait, if this thread has that.
+
+    Raises:
+        RuntimeError: This thread has another queue's lock.
+    """
+    if has_other_locks(lock):
+        raise RuntimeError(
+            "this thread is in the middle of another queue's work, and this call would "
+            "hold that up: a destructor called it; call it from another thread"
+        )
 
 
 class Stopper:

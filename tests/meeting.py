@@ -51,6 +51,26 @@ def eventually(predicate: Callable[[], bool], deadline: float = DEADLINE) -> Non
         pause.wait(0.005)
 
 
+@contextlib.contextmanager
+def held_elsewhere(lock: threading.Lock) -> Iterator[None]:
+    """Another thread has the lock: who waits while it has one is refused that."""
+    held, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            end.wait(DEADLINE)
+
+    holder = threading.Thread(target=hold, name="mq-test-holder")
+    holder.start()
+    assert held.wait(DEADLINE)
+    try:
+        yield
+    finally:
+        end.set()
+        holder.join()
+
+
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime directory of the test's own, short enough for socket paths."""

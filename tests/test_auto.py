@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from meeting import eventually, runtime
+from meeting import eventually, held_elsewhere, runtime
 from nng_links import nng_runs
 
 import mq
@@ -276,7 +276,7 @@ def test_a_session_goes_on_over_the_other_kind_of_link(
         assert shown_wire(b, "a").startswith(first)
         b.subscribe("t")
         refused = first
-        with b._lead.lock:
+        with held_elsewhere(b._lead.lock):
             a.publish("t", np.ones(8 << 20, np.uint8))
             session = b._mesh.by_name("a")
             assert session is not None

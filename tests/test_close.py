@@ -6,19 +6,22 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fresh_python import output_of, printed_by
+from meeting import held_elsewhere
 
 import mq
+from mq import speed
 from mq.testing.waiting import wait_until
 from mq.threads import current_frames
 
 PROGRAM = """
 import os, signal, threading
 import mq
+from mq import speed
 from mq.testing.waiting import wait_until
 from test_close import is_in, unanswered
 
@@ -51,27 +54,14 @@ def is_in(function: str) -> bool:
 
 def unanswered(group: str) -> Iterator[mq.MQ]:
     """A queue that has published what is not answered."""
-    held, end = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with silent._lead.lock:
-            held.set()
-            end.wait(60.0)
-
     with (
         mq.connect("inproc", group=group, name="silent", peer_timeout=None) as silent,
         mq.connect("inproc", group=group, name="loud", peer_timeout=None) as loud,
     ):
         silent.subscribe("t")
-        holder = threading.Thread(target=hold)
-        holder.start()
-        held.wait()
-        loud.publish("t", 1)
-        try:
+        with held_elsewhere(silent._lead.lock):
+            loud.publish("t", 1)
             yield loud
-        finally:
-            end.set()
-            holder.join()
 
 
 def test_a_handler_may_close_what_is_being_closed() -> None:
@@ -209,6 +199,7 @@ def test_a_handler_in_the_middle_of_close_needs_no_thread() -> None:
 AT_EXIT = """
 import atexit
 import mq
+from mq import speed
 from mq.testing.waiting import wait_until
 
 queue = mq.connect("inproc", group="exit", name="one")
@@ -235,6 +226,7 @@ def test_exit_waits_for_the_thread_that_closes() -> None:
 INTERRUPTED = """
 import atexit, os, signal
 import mq
+from mq import speed
 from mq.testing.waiting import wait_until
 
 queue = mq.connect("inproc", group="interrupted", name="one")
@@ -296,6 +288,7 @@ def test_a_handler_of_the_log_may_close_as_the_queue_is_freed() -> None:
 AS_IT_WAITS = """
 import sys, threading
 import mq
+from mq import speed
 from mq.testing.waiting import wait_until
 
 def trace(frame, event, arg):
@@ -362,6 +355,7 @@ def test_the_work_of_another_thread_is_waited_for() -> None:
 FORKING = """
 import os, signal, threading
 import mq
+from mq import speed
 from mq.testing.waiting import wait_until
 from test_close import is_in, unanswered
 
@@ -426,6 +420,7 @@ def test_a_child_forked_in_the_middle_of_close_closes_nothing(
 CHILDREN = """
 import multiprocessing, os, threading
 import mq
+from mq import speed
 from mq.testing.waiting import wait_until
 from mq.threads import current_frames
 
@@ -589,3 +584,30 @@ wait_until(lingers, "close")
 def test_exit_gives_a_close_under_way_no_longer_than_its_own(under_way: str) -> None:
     """Of a block whose loop runs no more, or in a thread that is not waited for."""
     output_of(ENDING + under_way, timeout=60.0)
+
+
+@pytest.mark.skipif(not speed.COMPILED, reason="nothing is compiled: it is not noticed")
+def test_a_destructor_in_the_middle_of_one_queue_does_not_wait_for_another() -> None:
+    """It held the former up, until that was given up: 14 s, and messages were lost."""
+    group = f"destructors-{os.getpid()}"
+    with mq.connect("inproc", group=group, name="other") as other:
+        slow = mq.connect("inproc", group=group, name="slow")
+        slow.subscribe("t", depth=1)
+        mine = mq.connect("inproc", group=group, name="mine")
+        with other._lead.lock:  # as where a collection begins in its work
+            mine.publish("t", 0)  # has room
+            calls: list[Callable[[], object]] = [
+                lambda: mine.publish("t", 1),
+                lambda: mine.publish("t", 1, timeout=60.0),
+                lambda: mine.recv(timeout=60.0),
+                lambda: mine.wait_for_members(9, timeout=60.0),
+                lambda: mine.flush(timeout=60.0),
+                lambda: mq.connect("inproc", group=group, name="another"),
+            ]
+            for call in calls:
+                with pytest.raises(RuntimeError, match="from another thread"):
+                    call()
+            mine.close()  # by another thread
+        wait_until(lambda: mine._closed, "the other thread to close it")
+        assert slow.recv(timeout=10).payload == 0
+        slow.close()

@@ -29,6 +29,7 @@ from meeting import (
     eventually,
     free_port,
     freeze,
+    held_elsewhere,
     meet,
     names,
     no_descriptors,
@@ -846,7 +847,8 @@ def test_who_interrupts_close_takes_leave_all_the_same(
         def interrupted(deadline: float | None) -> bool:
             raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch, b._lead.lock:  # b cannot answer
+        # b cannot answer
+        with monkeypatch.context() as patch, held_elsewhere(b._lead.lock):
             patch.setattr(a._lead, "sleep", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 a.close()

@@ -78,7 +78,7 @@ def test_one_thread_at_a_time_holds_the_lock() -> None:
     assert not lock.locked()
 
 
-@pytest.mark.skipif(not speed.COMPILED, reason="mq._speed was not built or not wanted")
+@compiled
 def test_who_has_the_lock_is_told_so_in_place_of_waiting_for_itself() -> None:
     """And may still try, or wait for a while."""
     lock = Lock()
@@ -89,6 +89,58 @@ def test_who_has_the_lock_is_told_so_in_place_of_waiting_for_itself() -> None:
         assert not lock.acquire(timeout=0.001)
     with lock:
         assert lock.locked()
+
+
+@compiled
+def test_of_two_that_would_wait_for_each_other_one_is_told_so() -> None:
+    """As where destructors call each the queue in whose middle the other one is."""
+    locks = Lock(), Lock()
+    both, told = threading.Barrier(2, timeout=10), []
+
+    def take(mine: threading.Lock, others: threading.Lock) -> None:
+        with mine:
+            assert not speed.has_other_locks(mine)
+            assert speed.has_other_locks(others)
+            assert speed.has_other_locks(None)
+            both.wait()
+            try:
+                with others:
+                    pass
+            except RuntimeError as error:
+                told.append(str(error))
+        assert not speed.has_other_locks(None)
+
+    other = in_thread(lambda: take(*locks))
+    take(*reversed(locks))
+    other.join(10)
+    assert not other.is_alive()
+    assert len(told) == 1
+    assert "call it from another thread" in told[0]
+    assert not any(lock.locked() for lock in locks)
+
+
+@compiled
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_the_locks_of_the_thread_that_forked() -> None:
+    """And none of another thread, whose number may be that of a new one there."""
+    mine, others, has_it, over = Lock(), Lock(), threading.Event(), threading.Event()
+
+    def hold_it() -> None:
+        with others:
+            has_it.set()
+            over.wait(10)
+
+    other = in_thread(hold_it)
+    assert has_it.wait(10)
+    with mine:
+        child = os.fork()
+        if not child:
+            speed.renew(others)
+            kept = speed.has_other_locks(others) and not speed.has_other_locks(mine)
+            os._exit(0 if kept and others.acquire(timeout=1.0) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    over.set()
+    other.join(10)
 
 
 def test_a_lock_is_as_those_of_threading() -> None:

@@ -27,7 +27,8 @@ from mq.mesh.listeners import Listener, Listeners
 from mq.mesh.mesh import Mesh
 from mq.mesh.poller import Poller
 from mq.mesh.recovery import abandon
-from mq.speed import Lock, is_mine, renew, signal_waits, take_back
+from mq.speed import Lock, has_other_locks, is_mine, renew, signal_waits, take_back
+from mq.undisturbed import check_may_wait
 
 T = TypeVar("T")
 logger = Log(__name__)
@@ -66,22 +67,21 @@ class Lead:
         self.poller = poller
         self.lock = Lock()
         self.closing = self.forked = self.wanted = False
+        self._stop = self._keeper_polls = False
         self.ender = "close()"
         self.upkeep: Callable[[], None] = lambda: None
         self.upkeep_seconds = 1.0
         self.chore: Callable[[], None] = lambda: None
-        self.led_at = self.polled_at = self._upkeep_at = 0.0
+        self.led_at = self.polled_at = self._upkeep_at = self._asleep_until = 0.0
         self.where = where
         self._changes = Changes(self.lock)
         self._followers = self._seen = 0
         self._leader: int | None = None
-        self._asleep_until = 0.0
         self._batch_at = self._nap_until = _NEVER
         self._ready: list[int] = []
         self._listeners = Listeners()
         mesh.wake, mesh.wake_fd = poller.wake, poller.wake_fd
         mesh.watch_added, mesh.watch_removed = poller.register, poller.unregister
-        self._stop = self._keeper_polls = False
         self._bell = threading.Lock()
         self._bell.acquire()
         self._keeper = threading.Thread(
@@ -145,15 +145,14 @@ class Lead:
         if self.forked:
             self.refuse()
         ready, self._ready = self._ready, []
-        mesh = self.mesh
         try:
-            mesh.poll(ready, flush=flush, until_message=until_message)
+            self.mesh.poll(ready, flush=flush, until_message=until_message)
         except BaseException:
-            mesh.recover()
+            self.mesh.recover()
             raise
         finally:
             self.polled_at = time.monotonic()
-            if mesh.changed != self._seen:
+            if self.mesh.changed != self._seen:
                 self.tell()
 
     def tell(self) -> None:
@@ -179,6 +178,7 @@ class Lead:
         now = time.monotonic()
         if deadline is not None and now >= deadline:
             return False
+        check_may_wait(self.lock)
         me = threading.get_ident()
         if self._leader in (None, _KEEPER, me):
             if self._leader != me:
@@ -230,7 +230,7 @@ class Lead:
 
         And signals their handlers, which may raise.
         """
-        if self.wanted or signal_waits():
+        if (self.wanted or signal_waits()) and not has_other_locks(self.lock):
             self.outside(self._let_others_in)
 
     def outside(self, work: Callable[[], T]) -> T:
