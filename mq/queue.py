@@ -210,7 +210,13 @@ class MQ(BlockingQueue):
     def _place(self) -> Place:
         import asyncio
 
-        loop = asyncio.get_running_loop()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise RuntimeError(
+                "no asyncio loop runs here, which this call waits with; under trio "
+                "have trio.to_thread.run_sync make the one that blocks"
+            ) from None
         lines = self._lines.get(loop)
         if lines is None:
             lines = Lines(self._lead, loop, self._lines)

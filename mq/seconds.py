@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from numbers import Integral, Rational, Real
@@ -19,10 +20,10 @@ def positive_seconds(what: str, value: float) -> float:
     Raises:
         TypeError, ValueError: It is not a positive, finite number; names `what`.
     """
-    _check_type(what, value)
+    value = _number(what, value)
     if not 0 < value < float("inf"):
         raise ValueError(f"{what} is {value}, but must be a positive number of seconds")
-    return float(min(value, LONGEST))
+    return min(value, LONGEST)
 
 
 def seconds(what: str, value: float) -> float:
@@ -31,10 +32,10 @@ def seconds(what: str, value: float) -> float:
     Raises:
         TypeError, ValueError: It is no number, or less than 0; names `what`.
     """
-    _check_type(what, value)
+    value = _number(what, value)
     if not value >= 0:
         raise ValueError(f"{what} is {value} s, but must be 0 or more")
-    return float(min(value, LONGEST))  # one of NumPy's would round the deadline
+    return min(value, LONGEST)
 
 
 def deadline_after(timeout: float | None) -> float | None:
@@ -50,10 +51,15 @@ def deadline_after(timeout: float | None) -> float | None:
     return time.monotonic() + timeout
 
 
-def _check_type(what: str, value: object) -> None:
-    if type(value) in PLAIN:
-        return
-    # A number of NumPy's, but no Fraction, which has no format for messages.
+def _number(what: str, value: object) -> float:
+    """A plain one, as one of NumPy's would overflow, or round the deadline."""
+    # One of NumPy's may be, but no Fraction, which has no format for messages.
     whole = isinstance(value, Integral) or not isinstance(value, Rational)
-    if isinstance(value, bool) or not isinstance(value, Real) or not whole:
-        raise TypeError(f"{what} is {value!r}, not a number of seconds")
+    if not isinstance(value, bool) and isinstance(value, Real) and whole:
+        try:
+            return float(value)
+        except OverflowError:
+            return -math.inf if isinstance(value, int) and value < 0 else math.inf
+        except TypeError:
+            pass  # NumPy says that its spans of time are whole numbers
+    raise TypeError(f"{what} is {value!r}, not a number of seconds")

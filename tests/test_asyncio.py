@@ -276,3 +276,16 @@ def test_a_loop_that_is_busy_is_told_once(pair: Pair) -> None:
     a.publish("t", "last", timeout=10)
     assert b.recv(10).payload == "last"
     assert not b._lead._listeners
+
+
+def test_another_library_than_asyncio_is_told_what_to_do() -> None:
+    """As trio, under which no loop of asyncio's runs in the thread."""
+    with mq.connect("inproc", group=f"trio-{os.getpid()}") as queue:
+        waiting = queue.arecv(timeout=10)
+
+        def run() -> None:
+            while True:  # the first turn may but let others run
+                waiting.send(None)
+
+        with pytest.raises(RuntimeError, match=r"under trio have trio\.to_thread"):
+            run()
