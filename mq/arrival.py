@@ -321,7 +321,7 @@ class Arrival:
             return True
         with self._driver.lead.lock:
             dial = self._dials.get(who)
-            if dial is None or who in self._mesh.sessions:
+            if dial is None or dial.waits_its_turn or who in self._mesh.sessions:
                 return False
             if time.monotonic() < self._patience[who] and dial.refusal not in STRANGE:
                 return False

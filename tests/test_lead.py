@@ -175,7 +175,7 @@ options = {"group": f"nested-{os.getpid()}"}
 with mq.connect("shm", **options) as a, mq.connect("shm", **options) as b:
     a.subscribe("t")
     for queue in a, b:  # nothing else ends the wait
-        queue._mesh.liveness.tick_seconds = 1000.0
+        queue._mesh.liveness.tick_seconds = 1e9
     thread = threading.Thread(target=interrupt)
     thread.start()
     assert a.recv().payload == 1

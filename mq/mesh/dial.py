@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mq.errors import AuthenticationFailed, ConnectRefused
@@ -26,6 +26,11 @@ PACES: Final = 16
 LONGEST_PACE: Final = 0.5
 MAX_BESIDE: Final = 64
 """Connections that have not greeted yet; beyond, no attempt is begun beside another."""
+FIRST_WINDOW: Final = 8
+"""How many members that were not greeted yet are dialled at once; see `Window`."""
+LEAST_WINDOW: Final = 2
+COUNTED_SECONDS: Final = 0.5
+"""For how long an attempt counts: a peer may stand still, and its host be gone."""
 MAX_GREETERS: Final = 512
 """Accepted connections that have not greeted yet; beyond, the oldest is closed."""
 LISTEN: Final = "one of the two must listen= (or MQ_LISTEN) where the other reaches it"
@@ -48,6 +53,7 @@ class Dial:
         opened_at: When an attempt had a connection first, by the mesh's clock, or None.
         leaves_at: Until when attempts beside each other take the same route.
         next_at: When the next attempt is due, by the mesh's clock.
+        waits_its_turn: Whether that is over, and others are under way.
         until: When to give up, by the mesh's clock; None: never.
         error: Why the last attempt failed.
         refusal: Code of a refusal that no repetition will change.
@@ -81,6 +87,7 @@ class Dial:
         self.conn: Conn | None = None  # of the last attempt
         self.address = routes[0][1] if routes else ""
         self.attempt = 0
+        self.waits_its_turn = False
         self.opened_at: float | None = None
         self.leaves_at = 0.0
         # By address: until when an attempt may last, and how long the next one.
@@ -90,6 +97,11 @@ class Dial:
         self.refusal = ""
         self.welcome: Greeting | None = None
         self.done = not routes
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it waits until few others are under way: nobody counts its time."""
+        return not (self.probe or self.returning)
 
     def next_route(self, now: float) -> tuple[Link, str]:
         """The route of the next attempt.
@@ -172,6 +184,34 @@ class Dial:
         raise ConnectRefused(text)
 
 
+class Window:
+    """How many handshakes this member begins before others of its own have ended.
+
+    By additive increase and multiplicative decrease, as TCP finds out what a way bears
+    (RFC 5681): each answer is room for one more, and where one did not come in time
+    there is room for half. Many that join at once on few processors otherwise begin so
+    many that none ends in time, and each begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._size = float(FIRST_WINDOW)
+        self._halved_at = -math.inf
+
+    def room(self, greeters: Iterable[Greeter], now: float) -> float:
+        """How many more may begin beside these."""
+        return self._size - sum(greeter.counts(now) for greeter in greeters)
+
+    def answered(self) -> None:
+        """A peer has answered in time."""
+        self._size += 1
+
+    def timed_out(self, now: float) -> None:
+        """A peer has not; those that were begun at the same time count once."""
+        if now - self._halved_at >= ATTEMPT_SECONDS:
+            self._halved_at = now
+            self._size = max(LEAST_WINDOW, self._size / 2)
+
+
 class Granted(NamedTuple):
     """What WELCOME promised: a new session, or the old one (`resumes`)."""
 
@@ -187,17 +227,29 @@ class Greeter:
         dial: The dial that opened it; None where the peer dialled.
         address: What that dialled.
         deadline: When it is closed if it has not finished, by the mesh's clock.
+        begun: When it began, by the mesh's clock.
+        opened: Whether there is a connection.
         greeted: Whether the first of the peer's two frames has come.
         refused: Whether the peer is only to read what it was told, and to close.
         granted: What WELCOME granted; it begins with the peer's first frame after
             it, so that a connection which the peer gave up never replaces a session.
     """
 
-    def __init__(self, secret: bytes, dial: Dial | None, deadline: float) -> None:
+    def __init__(
+        self, secret: bytes, dial: Dial | None, deadline: float, begun: float
+    ) -> None:
         self.handshake = Handshake(secret, dialler=dial is not None)
         self.dial = dial
         self.address = "" if dial is None else dial.address
         self.deadline = deadline
-        self.greeted = False
+        self.begun = begun
+        self.opened = self.greeted = False
         self.refused = False
         self.granted: Granted | None = None
+
+    def counts(self, now: float) -> bool:
+        """Whether it is a first attempt to greet a peer, which may be answered yet."""
+        dial = self.dial
+        if dial is None or not dial.takes_turns:
+            return False
+        return now - self.begun < COUNTED_SECONDS

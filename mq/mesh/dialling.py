@@ -16,6 +16,7 @@ from mq.mesh.dial import (
     PACES,
     Dial,
     Greeter,
+    Window,
 )
 from mq.transport import Conn
 
@@ -54,6 +55,7 @@ class Dialling:
         self._faults = mesh.faults
         self.dials: list[Dial] = []
         self.greeters: dict[Conn, Greeter] = {}
+        self.window = Window()
 
     def routes(
         self, addresses: Sequence[str], same_host: bool
@@ -67,8 +69,9 @@ class Dialling:
 
     def start(self, dial: Dial) -> Dial:
         """Begin to dial; progress is in the attributes of `dial`."""
+        now = dial.next_at = self._mesh.clock()
         self.dials.append(dial)
-        self.attempt(dial, self._mesh.clock())
+        self.attempt_due(now)
         return dial
 
     def redial(self, session: Session) -> None:
@@ -146,7 +149,7 @@ class Dialling:
             if not dial.returning:
                 self.refuse(dial, hs.LINK, reason)
             return
-        greeter = Greeter(self._mesh.config.secret, dial, dial.deadline(now))
+        greeter = Greeter(self._mesh.config.secret, dial, dial.deadline(now), now)
         self.greeters[conn] = greeter
         dial.conn = conn
         dial.next_at = now + dial.pace  # last: an interrupt leaves it due till then
@@ -209,6 +212,12 @@ class Dialling:
             dial.failed(reason, self._mesh.clock())
             self._mesh.changed += 1
 
+    def time_out(self, conn: Conn, greeter: Greeter, now: float) -> None:
+        """The peer has not answered in time."""
+        if greeter.opened and greeter.dial is not None:
+            self.window.timed_out(now)
+        self.fail(conn, greeter, f"{conn.address}: no answer")
+
     def close(self, conn: Conn) -> None:
         """End the handshake on a connection, if there is one, and close it."""
         if conn in self.greeters:
@@ -218,19 +227,29 @@ class Dialling:
     def next_deadline(self, limit: float) -> float:
         """When a dial is due, if that is before `limit`."""
         for dial in self.dials:
-            if not dial.done and dial.next_at < limit:
+            # One whose turn has not come waits for what ends another, or the next tick.
+            if not dial.done and dial.next_at < limit and not dial.waits_its_turn:
                 limit = dial.next_at
         return limit
 
     def attempt_due(self, now: float) -> None:
-        """Begin the attempts that are due."""
-        for dial in list(self.dials):
+        """Begin the attempts that are due, those that have waited for longest first."""
+        due = [dial for dial in self.dials if dial.done or now >= dial.next_at]
+        due.sort(key=lambda dial: dial.next_at)
+        # Where others wait, none goes on with another attempt beside its own.
+        some_wait = any(dial.takes_turns and dial.conn is None for dial in due)
+        room = self.window.room(self.greeters.values(), now) if some_wait else 1.0
+        for dial in due:
             if dial.done:
                 self.dials.remove(dial)
-            elif now < dial.next_at:
                 continue
-            elif dial.conn is None or self._has_room_beside(dial.conn):
+            has_turn = not (some_wait and dial.takes_turns) or room >= 1
+            dial.waits_its_turn = not has_turn and dial.conn is None
+            if dial.waits_its_turn:
+                continue
+            if has_turn and (dial.conn is None or self._has_room_beside(dial.conn)):
                 self.attempt(dial, now)
+                room -= dial.takes_turns
             else:
                 dial.next_at = now + dial.pace
 

@@ -48,7 +48,7 @@ class Greetings:
             self._make_room(conn)
             conn.guard(STRANGER_BYTES)
             deadline = mesh.clock() + GREET_SECONDS
-            self._greeters[conn] = Greeter(mesh.config.secret, None, deadline)
+            self._greeters[conn] = Greeter(mesh.config.secret, None, deadline, 0.0)
             return
         greeter = self._greeters.get(conn)
         if greeter is None:
@@ -56,6 +56,7 @@ class Greetings:
             return
         try:
             if event.what is What.OPENED:
+                greeter.opened = True
                 if greeter.dial is not None and greeter.dial.opened_at is None:
                     greeter.dial.opened_at = mesh.clock()
                 self._send(conn, greeter, greeter.handshake.hello())
@@ -275,7 +276,7 @@ class Greetings:
     def linger(self, conn: Conn) -> None:
         """Keep a connection until the peer has read what was sent and closes it."""
         deadline = self._mesh.clock() + GREET_SECONDS
-        greeter = Greeter(self._mesh.config.secret, None, deadline)
+        greeter = Greeter(self._mesh.config.secret, None, deadline, 0.0)
         greeter.refused = True
         self._greeters[conn] = greeter
 
@@ -285,6 +286,7 @@ class Greetings:
         self, conn: Conn, greeter: Greeter, dial: Dial, welcome: Greeting
     ) -> None:
         mesh = self._mesh
+        self._dialling.window.answered()
         dial.welcome = welcome
         dial.address = greeter.address  # the last attempt may be by another
         mesh.changed += 1
@@ -349,6 +351,7 @@ class Greetings:
         self, conn: Conn, greeter: Greeter, dial: Dial, refusal: Refusal, proven: bool
     ) -> None:
         mesh = self._mesh
+        self._dialling.window.answered()
         mesh.changed += 1
         code = refusal.code
         reason = f"{conn.address}: {refusal.text[:500]}"
@@ -377,7 +380,7 @@ class Greetings:
                 self._mesh.stats.refused += 1
                 why = "it did not greet in time"
                 self._mesh.setbacks.complain("a connection", "", conn.address, why)
-            self._dialling.fail(conn, greeter, f"{conn.address}: no answer")
+            self._dialling.time_out(conn, greeter, now)
         self._dialling.attempt_due(now)
 
     def recover(self) -> None:

@@ -237,7 +237,7 @@ class Mesh:
             self.disconnect(session, event.reason or "connection lost")
 
     def _tick(self, now: float) -> None:
-        self._next_tick = now + self.liveness.tick_seconds
+        self._next_tick = self.liveness.next_tick(now)
         self.liveness.tick(now, now - self._last_poll)
         self.greetings.tick(now)
         self.subscriber.tick()
