@@ -335,8 +335,9 @@ take(Lock *self, int64_t micros)
                 let_go();
             PyErr_SetString(PyExc_RuntimeError,
                             "this thread is in the middle of a queue's own work: a "
-                            "destructor or a hook called a queue, which would wait for "
-                            "ever; call it from another thread");
+                            "destructor, a hook or a signal's handler that was "
+                            "installed a moment ago called a queue, which would wait "
+                            "for ever; call it from another thread");
             return -1;
         }
         PyLockStatus status;

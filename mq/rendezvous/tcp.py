@@ -127,7 +127,7 @@ def serve(host: str, port: int, secret: bytes | None = None) -> Service:
     except OSError as error:
         why = error.strerror
         remedy = out_of_descriptors(error) or (
-            "choose an address of this host that no other program uses"
+            "choose another of this host, or start none if a member hosts it already"
         )
         problem: Exception = error
     except RuntimeError as error:
