@@ -1,8 +1,8 @@
 """Runs the test suite in parts side by side: most of it waits for other processes.
 
-Each part is a pytest run of its own; its output is shown in one piece when it ends. Those
-begin first that take most of the processors' time. Few at a time: who waits for a process
-that has no processor looks again and again.
+Each part is a pytest run of its own; its output is shown in one piece when it ends.
+Those begin first that take most of the processors' time. Few at a time: who waits for a
+process that has no processor looks again and again.
 """
 
 from __future__ import annotations

@@ -461,7 +461,7 @@ def test_a_service_without_members_serves_this_user(runtime: Path) -> None:
 def test_an_occupied_address_cannot_be_served(served: service.Service) -> None:
     """`serve` never joins a service that runs already."""
     with pytest.raises(
-        TransportUnavailable, match="cannot serve a rendezvous at .* member hosts it"
+        TransportUnavailable, match=r"cannot serve a rendezvous at .* member hosts it"
     ):
         tcp.serve("127.0.0.1", port_of(served), SECRET)
 
