@@ -267,7 +267,9 @@ class Arrival:
                 greeted = functools.partial(self._are_greeted, waiting)
                 self._driver.wait_until(greeted, min(left, LEAVING_SECONDS))
 
-    def _dial(self, record: rendezvous.Record, *, probe: bool = False) -> Dial:
+    def _dial(
+        self, record: rendezvous.Record, *, probe: bool = False, at_once: bool = False
+    ) -> Dial:
         dialling = self._mesh.dialling
         same_host = self._mesh.config.is_near(record.process)
         routes = functools.partial(dialling.routes, record.addresses, same_host)
@@ -276,6 +278,7 @@ class Arrival:
             incarnation=record.incarnation,
             name=record.name,
             probe=probe,
+            at_once=at_once,
             until=self._deadline + 1.0,
         )
         self._driver.run(functools.partial(dialling.start, dial))
@@ -301,12 +304,9 @@ class Arrival:
             self._check_fits(entry)
             waiting.append(entry)
             if is_due:
-                dial = self._dials[record.incarnation] = self._dial(record)
-                # Half of the time at most, as there must be some to look once more.
-                left = (self._deadline - time.monotonic()) / 2
-                patience = min(left, PROBE_SECONDS * max(1, len(dial.routes)))
-                until = time.monotonic() + patience
-                self._patience.setdefault(record.incarnation, until)
+                # Most whose lease has ended are gone, and are to hold up nobody.
+                dial = self._dial(record, at_once=entry.expired)
+                self._dials[record.incarnation] = dial
         return waiting
 
     def _is_given_up(self, record: rendezvous.Record) -> bool:
@@ -321,9 +321,16 @@ class Arrival:
             return True
         with self._driver.lead.lock:
             dial = self._dials.get(who)
-            if dial is None or dial.waits_its_turn or who in self._mesh.sessions:
+            if dial is None or who in self._mesh.sessions:
                 return False
-            if time.monotonic() < self._patience[who] and dial.refusal not in STRANGE:
+            if dial.waits_its_turn and dial.first_at is None:
+                return False
+            began = time.monotonic() if dial.first_at is None else dial.first_at
+            # Half of the time at most, as there must be some to look once more.
+            patience = PROBE_SECONDS * max(1, len(dial.routes))
+            until = began + min((self._deadline - began) / 2, patience)
+            until = self._patience.setdefault(who, until)
+            if time.monotonic() < until and dial.refusal not in STRANGE:
                 return False
         if who not in self._swept:
             self._swept.add(who)
@@ -376,7 +383,7 @@ class Arrival:
         """Who was not greeted, and why; the lock is held."""
         dial = self._dials[record.incarnation]
         places = ", ".join(record.addresses)
-        happened = f"tried {places}: {dial.error or 'no answer'}"
+        happened = f"tried {places}: {dial.outcome()}"
         if not dial.routes:
             happened = (
                 f"listens on {places}, which cannot be reached from this host, "

@@ -46,7 +46,7 @@ def dial_explicit(settings: Settings, driver: Driver, deadline: float) -> None:
         for dial in dials:
             dial.raise_refusal()
         missing = "; ".join(
-            f"{d.address} ({d.error or 'no answer'})" for d in dials if not reached(d)
+            f"{d.address} ({d.outcome()})" for d in dials if not reached(d)
         )
     if not arrived:
         raise ConnectTimeout(

@@ -28,10 +28,11 @@ T = TypeVar("T")
 
 
 def check_may_wait(lock: threading.Lock | None = None) -> None:
-    """Have destructors wait for nothing in the middle of another queue's work.
+    """Have nothing be waited for in the middle of another queue's work.
 
-    The collector runs them anywhere. That queue would hear and say nothing meanwhile,
-    until its peers give it up; or it is the very one that is waited for.
+    The collector runs destructors anywhere, and types are decoded there. That queue
+    would hear and say nothing meanwhile, until its peers give it up; or it is the very
+    one that is waited for.
 
     Args:
         lock: Of the queue that is to wait, if this thread has that.
@@ -42,7 +43,8 @@ def check_may_wait(lock: threading.Lock | None = None) -> None:
     if has_other_locks(lock):
         raise RuntimeError(
             "this thread is in the middle of another queue's work, and this call would "
-            "hold that up: a destructor called it; call it from another thread"
+            "hold that up: a destructor or a decode= of a type called it; call it from "
+            "another thread"
         )
 
 

@@ -34,6 +34,7 @@ from meeting import (
     names,
     no_descriptors,
     process_of,
+    record,
     runtime,
 )
 from nng_links import nng_runs
@@ -45,6 +46,7 @@ from mq import process
 from mq.addresses import has_listener
 from mq.arrival import LOOK_SECONDS, PROBE_SECONDS, Arrival
 from mq.errors import TransportUnavailable
+from mq.mesh.dial import Dial
 from mq.mesh.greeting import Greetings
 from mq.rendezvous import Rendezvous, claimants, open_rendezvous
 from mq.rendezvous.directory import DirectoryStore
@@ -991,3 +993,29 @@ def test_a_name_is_free_when_the_lease_of_a_holder_has_ended() -> None:
     with _held_far_away(lease=1.0) as (options, _):
         with mq.connect(name="x", connect_timeout=DEADLINE, **options) as queue:
             assert [member.name for member in queue.members()] == ["a", "x"]
+
+
+def test_whose_lease_has_ended_is_waited_for_from_when_it_is_dialled() -> None:
+    """Not from when it was found: its dial may have waited for its turn meanwhile."""
+    space = types.SimpleNamespace
+    link = space(capabilities=space(reach="network"))
+    mesh = space(sessions={}, config=space(backend="tcp"))
+    driver = space(mesh=mesh, lead=space(lock=threading.Lock()))
+    swept: list[str] = []
+    meeting = space(sweep=lambda name, who, proven: swept.append(name))
+    deadline = time.monotonic() + 60.0
+    arrival = Arrival(None, driver, link, meeting, deadline)  # type: ignore[arg-type]
+    found = record("gone", backend="tcp", addresses=("tcp://host:1",))
+    routes: Any = [(link, "tcp://host:1")]
+    dial = arrival._dials[found.incarnation] = Dial(routes, name="gone")
+    dial.waits_its_turn = True
+    assert not arrival._is_given_up(found)
+    dial.waits_its_turn = False
+    dial.next_route(time.monotonic())
+    assert not arrival._is_given_up(found)
+    assert not swept
+    arrival._patience.clear()
+    dial.first_at = time.monotonic() - PROBE_SECONDS - 1.0
+    dial.waits_its_turn = True  # for another attempt
+    assert arrival._is_given_up(found)
+    assert swept == ["gone"]

@@ -162,3 +162,58 @@ def test_heartbeats_of_many_leave_at_the_same_moments(
     assert longest <= interval
     assert len(sessions) == 6
     assert 20 <= len(moments) <= 41  # two in each interval, those of all together
+
+
+@pytest.mark.parametrize("seconds", [0.2, 1 / 3, 0.7, 1.0, 10.0])
+def test_the_next_look_is_later_than_now(seconds: float) -> None:
+    """On each multiple of the time between them, too, whatever its rounding."""
+    liveness = World("a", peer_timeout=seconds)["a"].mesh.liveness
+    now = 1e6
+    for _ in range(1000):
+        following = liveness.next_tick(now)
+        assert now < following <= now + 1.001 * liveness.tick_seconds
+        now = following
+
+
+def test_what_is_no_first_greeting_says_nothing_of_the_window() -> None:
+    """An estranged peer that stands still for minutes would leave it at two."""
+    world, a, names = crowd(2)
+    world.stall(names[0])
+    routes = a.mesh.dialling.routes([world[names[0]].link.address], True)
+    last = world[names[0]].incarnation
+    for options in ({"returning": True}, {"probe": True}, {"at_once": True}):
+        a.mesh.dialling.start(Dial(routes, incarnation=last, **options))
+    world.advance(5 * ATTEMPT_SECONDS)
+    assert a.mesh.dialling.window.room([], world.now) == FIRST_WINDOW
+    a.mesh.dialling.start(
+        Dial(
+            a.mesh.dialling.routes([world[names[1]].link.address], True),
+            incarnation=world[names[1]].incarnation,
+            probe=True,
+        )
+    )
+    world.settle()
+    assert a.mesh.dialling.window.room([], world.now) == FIRST_WINDOW
+
+
+def test_whose_lease_has_ended_is_dialled_beside_all_others() -> None:
+    """They are most likely gone, and a joiner waits for each for some time."""
+    world, a, names = crowd()
+    for name in names:
+        world.stall(name)
+    dialling = a.mesh.dialling
+    dials = [
+        dialling.start(
+            Dial(
+                dialling.routes([world[name].link.address], True),
+                incarnation=world[name].incarnation,
+                at_once=True,
+            )
+        )
+        for name in names
+    ]
+    assert all(dial.first_at == world.now for dial in dials)
+    world.settle()
+    assert not under_way(a)
+    waiting = dial_all(world, a, names[:FIRST_WINDOW])
+    assert all(dial.first_at == world.now for dial in waiting)

@@ -47,12 +47,14 @@ class Dial:
         returning: Whether the peer was in session with this member before, so that it
             may be reached again whatever answers at its addresses now.
         probe: Whether the peer is only asked if it is alive; `welcome` is its answer.
+        at_once, takes_turns: Whether it begins beside however many others; whether not.
         max_delay: Longest pause between attempts in seconds.
         pace: Seconds after which another attempt is begun beside one that has got no
             answer yet, as where packets were lost TCP takes 1, 3 and 7 s to begin anew.
         opened_at: When an attempt had a connection first, by the mesh's clock, or None.
         leaves_at: Until when attempts beside each other take the same route.
         next_at: When the next attempt is due, by the mesh's clock.
+        first_at: When the first one began, by the mesh's clock, or None.
         waits_its_turn: Whether that is over, and others are under way.
         until: When to give up, by the mesh's clock; None: never.
         error: Why the last attempt failed.
@@ -69,6 +71,7 @@ class Dial:
         session: Session | None = None,
         returning: bool = False,
         probe: bool = False,
+        at_once: bool = False,
         max_delay: float = 0.5,
         pace: float = ATTEMPT_SECONDS,
         until: float | None = None,
@@ -80,6 +83,8 @@ class Dial:
         self.returning = returning or session is not None
         self.blind = not incarnation
         self.probe = probe
+        # Else it waits until few others are under way: nobody counts its time.
+        self.takes_turns = not (probe or at_once or self.returning)
         self.max_delay = max_delay
         # Who only asks who is there must not have two answers to that.
         self.pace = math.inf if self.blind else pace
@@ -88,6 +93,7 @@ class Dial:
         self.address = routes[0][1] if routes else ""
         self.attempt = 0
         self.waits_its_turn = False
+        self.first_at: float | None = None
         self.opened_at: float | None = None
         self.leaves_at = 0.0
         # By address: until when an attempt may last, and how long the next one.
@@ -98,11 +104,6 @@ class Dial:
         self.welcome: Greeting | None = None
         self.done = not routes
 
-    @property
-    def takes_turns(self) -> bool:
-        """Whether it waits until few others are under way: nobody counts its time."""
-        return not (self.probe or self.returning)
-
     def next_route(self, now: float) -> tuple[Link, str]:
         """The route of the next attempt.
 
@@ -112,6 +113,7 @@ class Dial:
         if self.conn is None or now >= self.leaves_at:
             self.leaves_at = now + ATTEMPT_SECONDS
             self.attempt += 1
+            self.first_at = now if self.first_at is None else self.first_at
         link, self.address = self.routes[(self.attempt - 1) % len(self.routes)]
         return link, self.address
 
@@ -150,6 +152,11 @@ class Dial:
         self.conn = None  # only now: `recover` goes by it
         if self.until is not None and self.next_at >= self.until:
             self.done = True
+
+    def outcome(self) -> str:
+        """What has come of it, in words."""
+        waited = "others came first" if self.waits_its_turn else "no answer"
+        return self.error or waited
 
     def is_routable(self) -> bool:
         """Whether some route of it may lead to another host."""

@@ -212,9 +212,14 @@ class Dialling:
             dial.failed(reason, self._mesh.clock())
             self._mesh.changed += 1
 
+    def answered(self, dial: Dial) -> None:
+        """A peer has answered in time."""
+        if dial.takes_turns:
+            self.window.answered()
+
     def time_out(self, conn: Conn, greeter: Greeter, now: float) -> None:
         """The peer has not answered in time."""
-        if greeter.opened and greeter.dial is not None:
+        if greeter.opened and greeter.dial is not None and greeter.dial.takes_turns:
             self.window.timed_out(now)
         self.fail(conn, greeter, f"{conn.address}: no answer")
 

@@ -286,7 +286,7 @@ class Greetings:
         self, conn: Conn, greeter: Greeter, dial: Dial, welcome: Greeting
     ) -> None:
         mesh = self._mesh
-        self._dialling.window.answered()
+        self._dialling.answered(dial)
         dial.welcome = welcome
         dial.address = greeter.address  # the last attempt may be by another
         mesh.changed += 1
@@ -351,7 +351,7 @@ class Greetings:
         self, conn: Conn, greeter: Greeter, dial: Dial, refusal: Refusal, proven: bool
     ) -> None:
         mesh = self._mesh
-        self._dialling.window.answered()
+        self._dialling.answered(dial)
         mesh.changed += 1
         code = refusal.code
         reason = f"{conn.address}: {refusal.text[:500]}"

@@ -52,7 +52,9 @@ class Liveness:
 
         Then heartbeats of many arrive together, and cost one wake-up in place of many.
         """
-        return (now // self.tick_seconds + 1) * self.tick_seconds
+        ticks = now // self.tick_seconds + 1
+        at = ticks * self.tick_seconds  # rounded, it may be no later than now
+        return at if at > now else (ticks + 1) * self.tick_seconds
 
     def watch(self, session: Session) -> None:
         """Watch the process of a peer, where that can be done; idempotent."""
