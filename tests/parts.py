@@ -1,8 +1,8 @@
 """Runs the test suite in parts side by side: most of it waits for other processes.
 
 Each part is a pytest run of its own; its output is shown in one piece when it ends.
-Those begin first that take most of the processors' time. Few at a time: who waits for a
-process that has no processor looks again and again.
+Those begin first that take most of the processors' time, or longest. Few at a time: who
+waits for a process that has no processor looks again and again.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ _ELSEWHERE = (CONFORMANCE, _INTERRUPTS, *_BENCH, *_APPS, *_LONG, *_ENGINES)
 IN_PYTHON = "some of all, with nothing compiled"
 PARTS = {
     "all else": [str(_HERE), *(f"--ignore={path}" for path in _ELSEWHERE)],
+    "links and rendezvous": sorted({*_ENGINES} - {*_LONG}),
     "soak, torchrpc": _LONG,
     "conformance of the others": [CONFORMANCE, "-k", f"not ({_NNG} or {_RPC})"],
     "interrupts": [_INTERRUPTS],
@@ -55,7 +56,6 @@ PARTS = {
         *(CONFORMANCE, "-k", f"({_RPC}) and not {_NNG}"),
     ],
     "the bench": _BENCH,
-    "links and rendezvous": sorted({*_ENGINES} - {*_LONG}),
     "conformance of nng": [CONFORMANCE, "-k", _NNG],
     IN_PYTHON: [
         *(str(_HERE / f"test_{name}.py") for name in ("codec", "mesh_flow")),
