@@ -22,6 +22,9 @@
 
 #define OVERDUE_NS 1000000000 /* signals pass if the main thread is stuck for so long */
 #define LOOK_NS 20000000      /* between looks at which handlers there are */
+#if PY_VERSION_HEX < 0x030D0000
+#define Py_IsFinalizing _Py_IsFinalizing
+#endif
 #define FOR_EVER (-1)
 #define AT_ALL_COSTS (-2)
 
@@ -209,7 +212,7 @@ typedef struct Lock {
     struct Lock *next;    /* of those that are locked */
 } Lock;
 
-typedef struct Waiter {
+typedef struct Waiter { /* on the stack of the thread */
     unsigned long thread;
     Lock *lock;
     struct Waiter *next;
@@ -275,6 +278,8 @@ would_wait_for_ever(const Lock *self, unsigned long me)
     for (int hops = 0; hops < 64 && self->locked; hops++) {
         if (self->holder == me)
             return 1;
+        if (Py_IsFinalizing())
+            return 0; /* other threads ended where they waited, and their stacks */
         const Waiter *waiter = waiters;
         while (waiter != NULL && waiter->thread != self->holder)
             waiter = waiter->next;

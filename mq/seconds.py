@@ -55,11 +55,12 @@ def _number(what: str, value: object) -> float:
     """A plain one, as one of NumPy's would overflow, or round the deadline."""
     # One of NumPy's may be, but no Fraction, which has no format for messages.
     whole = isinstance(value, Integral) or not isinstance(value, Rational)
-    if not isinstance(value, bool) and isinstance(value, Real) and whole:
-        try:
-            return float(value)
-        except OverflowError:
-            return -math.inf if isinstance(value, int) and value < 0 else math.inf
-        except TypeError:
-            pass  # NumPy says that its spans of time are whole numbers
-    raise TypeError(f"{what} is {value!r}, not a number of seconds")
+    wrong = f"{what} is {value!r}, not a number of seconds"
+    if isinstance(value, bool) or not isinstance(value, Real) or not whole:
+        raise TypeError(wrong)
+    try:
+        return float(value)
+    except OverflowError:
+        return -math.inf if isinstance(value, int) and value < 0 else math.inf
+    except TypeError as error:  # NumPy says that its spans of time are whole numbers
+        raise TypeError(wrong) from error

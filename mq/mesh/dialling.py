@@ -242,7 +242,9 @@ class Dialling:
         due = [dial for dial in self.dials if dial.done or now >= dial.next_at]
         due.sort(key=lambda dial: dial.next_at)
         # Where others wait, none goes on with another attempt beside its own.
-        some_wait = any(dial.takes_turns and dial.conn is None for dial in due)
+        some_wait = any(
+            dial.takes_turns and dial.conn is None and not dial.done for dial in due
+        )
         room = self.window.room(self.greeters.values(), now) if some_wait else 1.0
         for dial in due:
             if dial.done:
