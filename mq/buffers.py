@@ -16,14 +16,12 @@ import time
 import weakref
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from mq import speed
 
-if TYPE_CHECKING:
-    pass
 
 REGION_BYTES: Final = 128 * 1024
 """Buffers of this many bytes and more are mapped and pooled; others are allocated."""
@@ -118,9 +116,14 @@ class _Leases:
         with contextlib.suppress(IndexError):  # no more, or another thread was faster
             while True:
                 ending = self._ended.popleft()
-                del self._all[id(ending)]
-                found.append(ending.memory)
+                # None: a handler raised in the middle of `lease`.
+                if self._all.pop(id(ending), None) is not None:
+                    found.append(ending.memory)
         return found
+
+    def sizes(self) -> list[int]:
+        """The bytes of each memory of which a view lives."""
+        return [len(ending.memory) for ending in list(self._all.values())]
 
 
 class Pool:
@@ -149,7 +152,6 @@ class Pool:
         # By size, the newest last; and the moment of each one's return.
         self._idle: dict[int, list[tuple[float, mmap.mmap]]] = {}
         self._idle_bytes = 0
-        self._in_use = self._in_use_bytes = 0
 
     def take(self, nbytes: int) -> memoryview:
         """A writable buffer of any content.
@@ -167,15 +169,10 @@ class Pool:
         with self._lock:
             self._collect()
             region = self._pop(size)
-            if self._closed:
-                leases = _Leases()  # nobody looks for what has ended
-            else:
-                leases = self._leases
-                self._in_use += 1
-                self._in_use_bytes += size
-        if region is None:
-            region = self._map(size, leases)
-        return leases.lease(region, nbytes)
+            # Once it is closed nobody looks for what has ended.
+            leases = _Leases() if self._closed else self._leases
+        # What waited for the lock's end may raise here, so nothing is counted yet.
+        return leases.lease(_map_region(size) if region is None else region, nbytes)
 
     def trim(self, older_than_seconds: float = 0.0) -> None:
         """Give idle memory back to the system, where it is idle for so long."""
@@ -214,9 +211,10 @@ class Pool:
         """The counters."""
         with self._lock:
             self._collect()
+            in_use = self._leases.sizes()
             return PoolStats(
-                in_use=self._in_use,
-                in_use_bytes=self._in_use_bytes,
+                in_use=len(in_use),
+                in_use_bytes=sum(in_use),
                 idle=sum(map(len, self._idle.values())),
                 idle_bytes=self._idle_bytes,
                 hits=self._hits,
@@ -224,19 +222,6 @@ class Pool:
                 returned=self._back,
                 small=self._small,
             )
-
-    def _map(self, size: int, leases: _Leases) -> mmap.mmap:
-        try:
-            return _map_region(size)
-        except OSError as error:
-            with self._lock:
-                if leases is self._leases:  # not closed, then or since
-                    self._in_use -= 1
-                    self._in_use_bytes -= size
-            raise MemoryError(
-                f"no memory for a message buffer of {size} bytes: {error}; lower "
-                "max_message_bytes or window_bytes, or publish smaller parts"
-            ) from error
 
     def _pop(self, size: int) -> mmap.mmap | None:
         entries = self._idle.get(size)
@@ -252,8 +237,6 @@ class Pool:
         now = time.monotonic()
         for region in self._leases.ended():
             size = len(region)
-            self._in_use -= 1
-            self._in_use_bytes -= size
             self._back += 1
             if size <= self._limit:
                 self._idle.setdefault(size, []).append((now, region))
@@ -279,7 +262,13 @@ def class_bytes(nbytes: int) -> int:
 
 
 def _map_region(size: int) -> mmap.mmap:
-    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(
+            f"no memory for a message buffer of {size} bytes: {error}; lower "
+            "max_message_bytes or window_bytes, or publish smaller parts"
+        ) from error
     if _ADVICE is not None:
         try:
             region.madvise(_ADVICE)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 import weakref
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -249,6 +251,50 @@ def test_a_forked_child_has_an_empty_pool_that_works(closed: bool) -> None:
             finally:
                 os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "idle"])
+def test_an_exception_in_the_middle_of_a_take_spoils_no_count(again: bool) -> None:
+    """As a handler's, between any two bytecodes; a later call raised KeyError."""
+    codes = {Pool.take.__code__, buffers._Leases.lease.__code__}
+    left = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and not pool._lock.locked():  # there handlers wait
+            left -= 1
+            if left == 0:
+                raise InterruptedError
+        return trace
+
+    interrupted = 0
+    pool = Pool(limit_bytes=1 << 30)
+    for number in range(1, 1000):
+        pool.trim()
+        if again:
+            pool.take(REGION_BYTES)
+        left = number
+        before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # 3.12 looks for one first
+        sys.settrace(trace)
+        try:
+            pool.take(REGION_BYTES)
+        except InterruptedError:
+            interrupted += 1
+        finally:
+            sys.settrace(before)
+        counters = pool.stats()
+        assert (counters.in_use, counters.in_use_bytes) == (0, 0), number
+        held = pool.take(REGION_BYTES)
+        assert pool.stats().in_use == 1
+        del held
+        if left > 0:
+            break
+    assert left > 0
+    assert interrupted > 30
 
 
 def test_what_cannot_be_mapped_is_a_memory_error_that_leaves_no_trace() -> None:
