@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import zmq
@@ -23,6 +24,9 @@ from transports.zmq import ZmqLink
 __all__ = ["own_temporary_directory"]
 
 WIRES = ["ipc", "tcp"]
+_LENGTH = Path("/proc/sys/net/unix/max_dgram_qlen")
+QUESTIONS = 1 + int(_LENGTH.read_text())
+"""How many a door can be asked before it answers."""
 
 
 def on(wire: str) -> Callable[[], ZmqLink]:
@@ -90,6 +94,30 @@ def test_only_who_is_of_a_trusted_user_counts_until_there(
             member.link._doors.look()
             answers.append(asking.recv(1))
     assert answers == [b"\1", *[b"\0" if known else b"\1"] * 2]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_crowd_that_dials_at_once_is_let_in(wire: str) -> None:
+    """The kernel keeps eleven questions for a door: the others wait for room."""
+    with World(on(wire)) as world:
+        ours, theirs = world.members
+        conns = [ours.link.dial(theirs.addresses[0]) for _ in range(QUESTIONS + 30)]
+        world.until(lambda: {*ours.conns(What.OPENED)} == {*conns}, "all to be let in")
+        assert not ours.conns(What.LOST)
+        assert not ours.link._doors._asked
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_who_waits_for_a_door_that_is_closed_goes_on_unasked(wire: str) -> None:
+    """Only those had better wait whose question is in there, and is answered late."""
+    with World(on(wire)) as world:
+        ours, theirs = world.members
+        conns = [ours.link.dial(theirs.addresses[0]) for _ in range(QUESTIONS + 30)]
+        (door,) = theirs.link._doors._doors.values()
+        theirs.link._doors._doors.clear()
+        door.close()
+        world.until(lambda: len(ours.conns(What.OPENED)) == 30, "30 to be let in")
+        assert {*ours.conns(What.OPENED)} == {*conns[QUESTIONS:]}
 
 
 @pytest.mark.parametrize("wire", WIRES)

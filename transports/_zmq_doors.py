@@ -212,13 +212,25 @@ class Doors:
             asking.bind("")  # a name that nobody has
             self._epoll.register(fd, select.EPOLLIN)
             if any(_finds(asking, name) for name in names):
-                asking.send(_MAY_I)
+                self._say(asking)
                 return True
         except BaseException:
             self._forget(fd).close()
             raise
         self._forget(fd).close()
         return False
+
+    def _say(self, asking: socket.socket) -> None:
+        """Put a question, now or as soon as there is room for it among those of others.
+
+        The kernel keeps eleven of them for a door, which in a crowd is soon full.
+        """
+        try:
+            asking.send(_MAY_I)
+        except BlockingIOError:
+            self._epoll.modify(asking.fileno(), select.EPOLLIN | select.EPOLLOUT)
+        else:
+            self._epoll.modify(asking.fileno(), select.EPOLLIN)
 
     def withdraw(self, port: Port) -> None:
         """Forget what was asked for a port; idempotent."""
@@ -251,10 +263,14 @@ class Doors:
 
     def look(self) -> None:
         """Answer who asks, and go on where there is an answer."""
-        for fd, _ in self._epoll.poll(0, _BURST):
+        for fd, events in self._epoll.poll(0, _BURST):
             if (door := self._doors.get(fd)) is not None:
                 self._answer(door)
             elif (question := self._asked.get(fd)) is not None:
+                if events == select.EPOLLOUT:
+                    with contextlib.suppress(OSError):  # the door was closed: `_hear`
+                        self._say(question.socket)
+                        continue
                 question.then(self._hear(fd))
 
     def close(self) -> None:
