@@ -22,7 +22,6 @@ import numpy as np
 
 from mq import speed
 
-
 REGION_BYTES: Final = 128 * 1024
 """Buffers of this many bytes and more are mapped and pooled; others are allocated."""
 
