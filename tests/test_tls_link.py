@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import os
 import re
 import socket
@@ -214,6 +215,39 @@ def test_whom_a_listener_refuses_is_in_its_log(
         (line,) = caplog.messages
         assert re.search(r"refused .*127\.0\.0\.1:\d+: ", line)
         assert re.search(r"authorities=|refuses this member's certificate", line)
+
+
+def test_who_leaves_in_the_middle_of_the_handshake_is_not_accused(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a member does that closes, or was reached by the other's dial meanwhile."""
+    ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
+    dialler = ssl.create_default_context().wrap_bio(
+        theirs, ours, server_hostname="localhost"
+    )
+    with pytest.raises(ssl.SSLWantReadError):
+        dialler.do_handshake()
+    with World(functools.partial(make, **tls_options()), 1) as world:
+        (member,) = world.members
+        port = int(member.addresses[0].rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(ours.read())
+        world.until(lambda: member.link.malformed == 1, "its end")
+    assert not caplog.messages
+
+
+def test_nng_tells_who_dialled_that_certificates_do_not_fit() -> None:
+    """However soon the end of the connection is seen, which does not say why."""
+    for theirs, member in itertools.product(("authority", "other_authority"), range(8)):
+        owner = ("member", "stranger")[member % 2]
+        if (owner, theirs) == ("member", "authority"):
+            continue  # they fit
+        with facing(
+            functools.partial(NngTlsLink, **tls_options()),
+            functools.partial(NngTlsLink, **other(owner, theirs)),
+        ) as (listening, dialling):
+            conn = dialling.members[0].link.dial(listening.members[0].addresses[0])
+            assert "authorities=" in lost_at(dialling, listening, conn).reason
 
 
 def test_a_certificate_that_names_nobody_will_do(make: Make) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from pynng import ffi, lib
 
 from mq import forks
-from mq.stream.sockets import connected, inode, received_bytes, unpace
+from mq.stream.sockets import connected, inode, unpace
 from transports._nng_aio import Operation
 from transports._nng_pair import HANG_UP, PREFIX_BYTES, Channel, explain, unread
 from transports._nng_streams import address_of
@@ -32,9 +32,6 @@ _SIGNED = (
     "; the certificates must be in date, and each be signed by one that the other "
     "end's authorities= holds"
 )
-_NO_HANDSHAKE = f"its TLS handshake did not succeed{_SIGNED}"
-_END_BYTES = 1
-"""The end of a connection may count as a byte, where nothing was sent."""
 _REMEDIES = {lib.NNG_ECRYPTO: _SIGNED, lib.NNG_EPEERAUTH: _SIGNED}
 
 
@@ -98,6 +95,7 @@ class TlsChannel(Channel):
         self._view: memoryview | None = None
         self._refused = False
         self._full = False
+        self._heard = False
         self._closed = False
         forks.register(self)
         try:
@@ -181,7 +179,7 @@ class TlsChannel(Channel):
                 return -1
             if not self._counted:
                 self._end += self._receiving.count()
-                self._counted = True
+                self._counted = self._heard = True
                 continue
             self._receiving.finish()
             self._counted = False
@@ -235,7 +233,8 @@ class TlsChannel(Channel):
             self._out.sent += self._sending.count()
             self._full &= self._out.sent < self._out.end
             self._send_more()
-        if self._is_cut() and not self._receiving.has_ended():
+        # While the handshake lasts, NNG is about to say how it ended, and why.
+        if self._heard and self._is_cut() and not self._receiving.has_ended():
             self._broken = self._advance() < 0
         return self._broken
 
@@ -269,9 +268,7 @@ class TlsChannel(Channel):
         return self._refused
 
     def refusal(self) -> str:
-        # NNG may not have said why before the end of the connection is seen.
-        sent = received_bytes(self._copy, self._inode) if self._copy >= 0 else None
-        return self.problem or (_NO_HANDSHAKE if (sent or 0) > _END_BYTES else "")
+        return self.problem
 
     def close(self) -> None:
         if not self._closed:
