@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import ipaddress
 import os
 import re
@@ -48,6 +49,21 @@ def split(address: str) -> tuple[str, int]:
     if parts is None:
         raise ValueError(f"{address!r} is not of the form {wire or 'tcp'}://host:port")
     return parts
+
+
+@functools.lru_cache(maxsize=1024)
+def origin(address: str) -> str:
+    """Where a peer at this address comes from: the same for all that one host may have.
+
+    Its host; of IPv6 the first 64 bits, as each host may have all of such a network. An
+    address that has none, as of a unix socket, is an origin of its own.
+    """
+    parts = split_host_port(address.partition("://")[2])
+    host = address if parts is None else parts[0]
+    number = None if parts is None else _number(host)
+    if isinstance(number, ipaddress.IPv6Address):
+        return str(ipaddress.IPv6Network((number, 64), strict=False))
+    return host if number is None else str(number)
 
 
 def bracketed(host: str) -> str:

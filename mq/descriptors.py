@@ -7,8 +7,11 @@ import errno
 import os
 import re
 import resource
-from typing import Final
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final, Protocol, TypeVar
 
+from mq.addresses import origin
 from mq.errors import TransportUnavailable
 
 SPARE_DESCRIPTORS: Final = 32
@@ -85,6 +88,35 @@ def most_open(most: int, each: int = 1) -> int:
     if not each or limit == resource.RLIM_INFINITY:
         return most
     return max(1, min(most, limit // (4 * each)))
+
+
+class _Strange(Protocol):
+    """Somebody who has proven nothing yet."""
+
+    @property
+    def address(self) -> str: ...
+
+
+StrangerT = TypeVar("StrangerT", bound=_Strange)
+
+
+def pushed_out(strangers: Iterable[StrangerT], newest: _Strange) -> StrangerT:
+    """Who has to go of those that have proven nothing, where one more has come.
+
+    One of those whose host has most of them, or a host that floods would push out the
+    members of all others; and of these any, or beside a flood from the same host nobody
+    would stay for as long as it takes to prove something over a wire with latency.
+
+    Args:
+        strangers: At least one.
+        newest: Who has come, and is not among them.
+    """
+    origins = [(stranger, origin(stranger.address)) for stranger in strangers]
+    count = Counter(where for _, where in origins)
+    count[origin(newest.address)] += 1
+    most = max(count[where] for _, where in origins)
+    some = [one for one, where in origins if count[where] == most]
+    return some[int.from_bytes(os.urandom(4), "big") % len(some)]
 
 
 def out_of_descriptors(error: OSError) -> str:

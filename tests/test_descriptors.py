@@ -7,13 +7,14 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from meeting import no_descriptors, runtime
 
 import mq
 from mq import descriptors
-from mq.descriptors import check_descriptors, free_descriptors
+from mq.descriptors import check_descriptors, free_descriptors, pushed_out
 from mq.errors import TransportUnavailable
 
 __all__ = ["runtime"]
@@ -46,6 +47,29 @@ def opened(count: int) -> Iterator[None]:
         for _ in range(count):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         yield
+
+
+def come_from(*addresses: str) -> list[SimpleNamespace]:
+    return [SimpleNamespace(address=address) for address in addresses]
+
+
+def test_who_floods_pushes_out_its_own() -> None:
+    """By hosts, of which one of IPv6 has a network; whoever it is of one host."""
+    flood = [f"tcp://10.0.0.2:{port}" for port in range(3)]
+    few = ["tcp://10.0.0.1:1", "tcp://[::ffff:10.0.0.1]:2", "ipc://(pid 1 of user 0)"]
+    (newest,) = come_from("tcp://10.0.0.3:1")
+    gone = {pushed_out(come_from(*few, *flood), newest).address for _ in range(200)}
+    assert gone == {*flood}
+    flood = [f"tcp://[2001:db8:0:7:{host}::9%lo]:1" for host in range(3)]
+    few += ["tcp://[2001:db8:0:8::9]:1", "tcp://[2001:db8:0:8::9]:2"]
+    gone = {pushed_out(come_from(*few, *flood), newest).address for _ in range(200)}
+    assert gone == {*flood}
+
+
+def test_who_comes_last_counts_for_its_host() -> None:
+    (newest,) = come_from("tcp://10.0.0.2:9")
+    two, one = come_from("tcp://10.0.0.2:1", "tcp://10.0.0.1:1")
+    assert {pushed_out([one, two], newest).address for _ in range(50)} == {two.address}
 
 
 def test_what_is_free_is_exact_where_it_is_not_enough(kernel: bool) -> None:

@@ -880,6 +880,19 @@ def test_connections_that_never_greet_are_closed() -> None:
     assert world["a"].mesh.stats.refused > MAX_GREETERS
 
 
+def test_who_greets_slowly_is_not_pushed_out_by_a_flood_from_another_host() -> None:
+    """However many come meanwhile: each host's strangers push out its own."""
+    world = strangers("a", "x")
+    address = world["a"].link.address
+    conns = [world["x"].link.dial(address) for _ in range(MAX_GREETERS + 50)]
+    for port, near in enumerate(conns):
+        far = near.other
+        far.address = f"tcp://10.0.0.{2 if port else 1}:{port}"
+    world["a"].poll()
+    assert len(world["a"].link.conns) == MAX_GREETERS
+    assert conns[0].other in world["a"].link.conns
+
+
 def test_strangers_get_a_quarter_of_the_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

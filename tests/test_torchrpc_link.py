@@ -259,7 +259,7 @@ def test_a_peer_that_tensorpipe_must_not_meet_is_told_why(
         assert answer["final"] is final
         assert not member.events
         assert member.link.malformed == 1
-    told = re.findall(r"refused 127\.0\.0\.1:[0-9]+: (.*)", caplog.text)
+    told = re.findall(r"refused torchrpc://127\.0\.0\.1:[0-9]+: (.*)", caplog.text)
     assert told == ([] if "any more" in words else [answer["refused"]])
 
 

@@ -131,10 +131,12 @@ class Control:
     """A socket that carries notes; never waits.
 
     Attributes:
+        address: The peer's, where that dialled, for people; else "".
         ended: Why nothing more comes; "" while something may.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, address: str = "") -> None:
+        self.address = address
         self.ended = ""
         self.fd = sock.fileno()
         self._socket = sock
@@ -158,15 +160,6 @@ class Control:
     def events(self) -> int:
         """What to ask epoll for."""
         return select.EPOLLIN | (select.EPOLLOUT if self._unsent else 0)
-
-    @property
-    def remote(self) -> str:
-        """The peer's address, for people."""
-        try:
-            host, port = self._socket.getpeername()[:2]
-        except OSError:
-            return "an unknown address"
-        return f"{host}:{port}"
 
     def check_alive(self) -> None:
         """Refuse a peer that has ended without a goodbye.

@@ -12,18 +12,20 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from mq import forks
-from mq.descriptors import most_open
+from mq.addresses import bracketed
+from mq.descriptors import most_open, pushed_out
 from mq.stream.listening import DEAF_SECONDS, Complaint, Refusals
 from mq.stream.names import Names
 from transports import _torchrpc_control as control
 from transports._torchrpc_control import BadNote, Control, Misfit
+from transports._torchrpc_net import SCHEME
 
 if TYPE_CHECKING:
     from transports._torchrpc_conns import RpcConn
     from transports.torchrpc import TorchRpcLink
 
 MAX_STRANGERS: Final = 256
-"""Sockets that have not greeted yet; beyond, the oldest is closed."""
+"""Sockets that have not greeted yet; beyond, one that was accepted is closed."""
 
 
 class Sockets:
@@ -82,13 +84,19 @@ class Sockets:
 
     def add(self, sock: Control, conn: RpcConn | None = None) -> None:
         """Watch a socket that must greet; `conn`: the connection that dialled it."""
+        if conn is None:
+            self._make_room(sock)
         self._controls[sock.fd] = sock
         self.epoll.register(sock.fd, sock.events)
         self.strangers[sock.fd] = time.monotonic() + self._greeting_timeout
         if conn is not None:
             self.conns[sock.fd] = conn
-        if len(self.strangers) > most_open(MAX_STRANGERS):
-            self._turn_away(next(iter(self.strangers)), "too many strangers")
+
+    def _make_room(self, newest: Control) -> None:
+        fds = [fd for fd in self.strangers if fd not in self.conns]
+        if len(fds) >= most_open(MAX_STRANGERS):
+            one = pushed_out([self._controls[fd] for fd in fds], newest)
+            self._turn_away(one.fd, "too many strangers")
 
     def know(self, sock: Control, conn: RpcConn) -> None:
         """A stranger has greeted, and is the peer of this connection."""
@@ -126,7 +134,7 @@ class Sockets:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listener.accept()
+            sock, (host, port, *_) = listener.accept()
         except (BlockingIOError, ConnectionError):  # the peer is gone already
             return
         except OSError as error:  # no descriptor is free
@@ -134,7 +142,7 @@ class Sockets:
             self.epoll.unregister(listener)
             self._deaf[listener.fileno()] = time.monotonic() + DEAF_SECONDS
             return
-        self.add(Control(sock))
+        self.add(Control(sock, f"{SCHEME}{bracketed(host)}:{port}"))
 
     def _serve(self, sock: Control, mask: int) -> None:
         if mask & select.EPOLLOUT:
@@ -158,7 +166,7 @@ class Sockets:
             sock.send({"refused": reason, "final": final})
             # Else LOST tells of it; and who has gone since has not been refused.
             if isinstance(error, BadNote) and sock.fd not in self.conns:
-                self._refusals.tell(sock.remote, reason, misfit=final)
+                self._refusals.tell(sock.address, reason, misfit=final)
         self._drop(sock, reason, final)
 
     def _ended(self, sock: Control) -> None:

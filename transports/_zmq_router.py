@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Mapping
 
 import zmq
 
-from mq import addresses
-from mq.stream.sockets import copy_of, peer_process
 from mq.transport import Event, What
 from transports._zmq_conns import BURST, FAILURES, IN, NOW, Port, ZmqConn
+from transports._zmq_strangers import peer_of
 
 LISTENER = b"listener"
 """The name under which the monitor of the ROUTER reports."""
@@ -20,7 +18,7 @@ class Accepted(ZmqConn):
     """The accepting end: one of the peers of the ROUTER."""
 
     def __init__(self, router: Router, identity: bytes, address: str, fd: int) -> None:
-        super().__init__(router.port, _peer_of(fd) or address)
+        super().__init__(router.port, peer_of(fd) or address)
         self.identity = identity
         self._fd = fd
         self._router = router
@@ -61,18 +59,6 @@ class Accepted(ZmqConn):
         if self._router.accepted.get(self.identity) is self:
             self.reason = self.reason or "closed"
             self._router.dismiss(self)
-
-
-def _peer_of(fd: int) -> str:
-    """Who is at the other end; the engine tells no port. "": it is gone."""
-    try:
-        with copy_of(fd) as found:
-            if found.family == socket.AF_UNIX:
-                return f"ipc://{peer_process(found)}"
-            host, port = found.getpeername()[:2]
-            return f"tcp://{addresses.bracketed(host)}:{port}"
-    except OSError:
-        return ""
 
 
 class Router:

@@ -8,16 +8,18 @@ the engine where a peer sends too much or stays for too long.
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Final, NamedTuple
 
-from mq.descriptors import most_open
-from mq.stream.sockets import received_bytes, shut
+from mq.addresses import bracketed
+from mq.descriptors import most_open, pushed_out
+from mq.stream.sockets import copy_of, peer_process, received_bytes, shut
 
 STRANGER_SECONDS: Final = 10.0
 """How long a peer may stay that proves nothing; the mesh gives it half of that."""
 MOST_STRANGERS: Final = 512
-"""Beyond, the one that has been there for longest has to go."""
+"""Beyond, one of them has to go."""
 SILENT_BYTES: Final = 1 << 20
 """What a peer may send before its first message is complete, which has no content."""
 _LOOK_SECONDS: Final = 0.05
@@ -27,21 +29,37 @@ class _Stranger(NamedTuple):
     """What is known of one.
 
     Attributes:
+        fd: Of its socket.
+        address: Its peer's.
         inode: Of its socket, as the engine may have closed that descriptor.
         until: When it has to be gone, by `time.monotonic`.
         most_bytes: What it may send until then; None: any amount.
     """
 
+    fd: int
+    address: str
     inode: int
     until: float
     most_bytes: int | None
+
+
+def peer_of(fd: int) -> str:
+    """Who is at the other end; the engine tells no port. "": it is gone."""
+    try:
+        with copy_of(fd) as found:
+            if found.family == socket.AF_UNIX:
+                return f"ipc://{peer_process(found)}"
+            host, port = found.getpeername()[:2]
+            return f"tcp://{bracketed(host)}:{port}"
+    except OSError:
+        return ""
 
 
 class Strangers:
     """Those of one link.
 
     Attributes:
-        known: By the descriptors of their sockets, the oldest first.
+        known: By the descriptors of their sockets.
     """
 
     def __init__(self) -> None:
@@ -56,9 +74,10 @@ class Strangers:
         """
         until = time.monotonic() + STRANGER_SECONDS
         self.known.pop(fd, None)
-        self.known[fd] = _Stranger(inode, until, most_bytes)
-        if len(self.known) > most_open(MOST_STRANGERS):
-            self._hang_up(next(iter(self.known)))
+        stranger = _Stranger(fd, peer_of(fd), inode, until, most_bytes)
+        if len(self.known) >= most_open(MOST_STRANGERS):
+            self._hang_up(pushed_out(self.known.values(), stranger).fd)
+        self.known[fd] = stranger
 
     def forget(self, fd: int) -> None:
         """The peer has proven who it is, or the connection is over; idempotent."""

@@ -245,7 +245,7 @@ class TorchRpcLink(Link):
         if conn is not None:
             conn.begin(greeting, What.OPENED)
             return self._sockets.know(sock, conn)
-        conn = RpcConn(self, f"{net.SCHEME}{sock.remote}", sock)
+        conn = RpcConn(self, sock.address, sock)
         conn.begin(greeting, What.ACCEPTED)
         self._alive[conn] = None
         self._sockets.know(sock, conn)

@@ -32,7 +32,7 @@ LEAST_WINDOW: Final = 2
 COUNTED_SECONDS: Final = 0.5
 """For how long an attempt counts: a peer may stand still, and its host be gone."""
 MAX_GREETERS: Final = 512
-"""Accepted connections that have not greeted yet; beyond, the oldest is closed."""
+"""Accepted connections that have not greeted yet; beyond, one is closed."""
 LISTEN: Final = "one of the two must listen= (or MQ_LISTEN) where the other reaches it"
 
 

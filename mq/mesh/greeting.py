@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from mq.descriptors import most_open
+from mq.descriptors import most_open, pushed_out
 from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.admission import claim, crowded, objection
@@ -73,7 +73,7 @@ class Greetings:
             self.handle(Event(What.LOST, conn, str(error), refused=True))
 
     def _make_room(self, newest: Conn) -> None:
-        """Close the oldest connection that has not greeted, if there are many."""
+        """Close a connection that has not greeted, if there are many."""
         most = most_open(MAX_GREETERS, newest.descriptors_taken)
         strangers = [
             conn
@@ -82,7 +82,7 @@ class Greetings:
         ]
         if len(strangers) >= most:
             self._mesh.stats.refused += 1
-            self._dialling.close(strangers[0])
+            self._dialling.close(pushed_out(strangers, newest))
 
     def _read(self, conn: Conn, greeter: Greeter) -> None:
         message = self._faults.received(conn)

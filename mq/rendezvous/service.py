@@ -19,7 +19,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mq import forks
-from mq.addresses import bracketed
+from mq.addresses import bracketed, origin
+from mq.descriptors import pushed_out
 from mq.log import Log, WarnOnce
 from mq.rendezvous import wire
 from mq.rendezvous.memory import MemoryStore
@@ -187,11 +188,11 @@ class Service:
             return
         sock.setblocking(False)
         configure(sock)
+        connection = _Connection(sock, format_address(*peer[:2]))
         strangers = [c for c in self._connections if c.frames is None]
         if len(strangers) >= MAX_STRANGERS:
-            oldest = min(strangers, key=lambda c: c.since)
-            self._reject(oldest, "too many others had not introduced themselves")
-        connection = _Connection(sock, format_address(*peer[:2]))
+            one = pushed_out(strangers, connection)
+            self._reject(one, "too many others had not introduced themselves")
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self._advance(connection, 0)
@@ -307,7 +308,7 @@ class Service:
         self._drop(connection)
 
     def _note(self, connection: _Connection, reason: str) -> None:
-        host = connection.address.rpartition(":")[0]
+        host = origin(connection.address)
         self._warn(
             f"{host} {reason}",
             "the rendezvous service at %s dropped %s: %s",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import select
 import socket
-import string
 import time
 from abc import abstractmethod
 from collections import Counter
 from typing import Any, Final, Protocol, TypeVar
 
-from mq.descriptors import most_open, out_of_descriptors
+from mq.addresses import origin
+from mq.descriptors import most_open, out_of_descriptors, pushed_out
 from mq.log import MOST_STRANGERS, Log, WarnOnce
 from mq.stream.watching import Watching
 from mq.transport import Link, What
@@ -78,7 +78,7 @@ class Refusals:
             self._begin()
         why = why[:_REASON_CHARACTERS]  # which may be what it has sent
         shown = why if why.isprintable() else repr(why)
-        host = address.rstrip(string.digits)
+        host = origin(address)
         if misfit:
             self._misfits(address, "refused %s: %s", address, shown)
         elif self._reasons[host] < _REASONS:
@@ -99,6 +99,8 @@ class Listener(Protocol):
 class Listened(Protocol):
     """A connection, as `Listening` knows it."""
 
+    @property
+    def address(self) -> str: ...
     @property
     def descriptors_taken(self) -> int: ...
     def start(self, accepted: Any, /) -> None: ...
@@ -163,10 +165,10 @@ class Listening(Watching[ConnT], Link):
                 self._deaf[listener] = time.monotonic() + DEAF_SECONDS
                 return
             conn = self._new(self.name_peer(accepted, peer), What.ACCEPTED)
-            self.strangers[conn] = time.monotonic()
-            full = len(self.strangers) > most_open(_STRANGERS, conn.descriptors_taken)
+            full = len(self.strangers) >= most_open(_STRANGERS, conn.descriptors_taken)
             if full:
-                self._turn_away(next(iter(self.strangers)))
+                self._turn_away(pushed_out(self.strangers, conn))
+            self.strangers[conn] = time.monotonic()
             conn.start(accepted)
             if full:  # an engine frees the other's descriptors in a while
                 return
