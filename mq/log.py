@@ -31,12 +31,20 @@ MOST_ONCE: Final = 1024
 MOST_STRANGERS: Final = 64
 """Of so many that are not known by name a kind of offence is told: who floods a member
 with connections comes from another port each time."""
+MOST_CHARACTERS: Final = 500
+"""Of what others have a part in, as they may send something else each time."""
 FLUSH_SECONDS: Final = 1.0
 """For so long `flush` waits for handlers, which may wait for who calls it."""
 _ROOM_BYTES: Final = 4 << 20
 """What must be free for a thread to begin: more than the 1 MiB that Python maps."""
 
 _Said: TypeAlias = "tuple[str, logging.LogRecord] | _Once"
+
+
+def printable(text: str) -> str:
+    """What others have a part in, as logs and errors show it: in one line, not long."""
+    text = text[:MOST_CHARACTERS]
+    return text if text.isprintable() else repr(text)
 
 
 class Log:

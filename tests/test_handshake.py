@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from scripted import Parcel, ScriptedConn, ScriptedLink
 from world import World
 
+from mq import log
 from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.handshake import Greeting, Handshake, Refusal, VersionMismatch
@@ -368,6 +370,9 @@ def test_greetings_tell_all_that_a_peer_needs() -> None:
         {"incarnation": "\0" * 32},
         {"labels": ["\x1b[2J"]},
         {"addresses": ["tcp://\0"]},
+        {"accepts": ["a type\n"]},
+        {"versions": {"codec": "1\n"}},
+        {"versions": {"\x1b[2J": "1"}},
         {"process": ProcessId("a\rb", 1, "", 0, 0, 0)},
     ],
 )
@@ -378,3 +383,37 @@ def test_a_greeting_that_nobody_could_print_is_malformed(change: Any) -> None:
     odd: Greeting = msgspec.structs.replace(GREETING, **change)
     with pytest.raises(Malformed):
         listener.greeting(dialler.seal(wire.GREETING, odd))
+
+
+FORGED = "no\n2026-01-01 CRITICAL forged\x1b[31m"
+
+
+def test_what_others_say_is_told_in_one_line() -> None:
+    """Whoever listens somewhere can say anything: it forges no lines of a log."""
+    dialler, listener = pair(b"s", b"another")
+    refused = listener.seal(wire.REFUSED, Refusal(hs.SECRET, FORGED + 1000 * "x"))
+    refusal, _ = dialler.refusal(refused)
+    assert refusal.text.isprintable()
+    assert "forged" in refusal.text
+    assert len(refusal.text) < 600
+    for kind in (wire.BYE, wire.FENCED):
+        told = wire.decode(kind, memoryview(wire.encode(FORGED)))
+        assert told == repr(FORGED)
+
+
+def test_what_a_link_tells_of_a_peer_is_told_in_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It may quote what the peer has sent."""
+    caplog.set_level(logging.DEBUG)
+    world = World("a", "b")
+    world.net.on_dial = lambda near, far: "hang"
+    dial = world.add("c").dial(world["a"])
+    for member in world.members.values():
+        for conn in list(member.link.conns):
+            member.link.report(What.LOST, conn, FORGED)
+    world.pump()
+    log.flush()
+    assert dial.error == repr(FORGED)
+    (broke,) = [text for text in caplog.messages if "broke" in text]
+    assert broke.endswith(repr(FORGED))

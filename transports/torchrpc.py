@@ -235,7 +235,7 @@ class TorchRpcLink(Link):
                 raise BadNote("a note that nobody expects")
             return
         if conn is not None and isinstance(note.get("refused"), str):
-            reason = f"refused: {note['refused'][:1000]}"
+            reason = f"refused: {note['refused']}"
             raise Misfit(reason) if note.get("final") is True else OSError(reason)
         greeting = control.greeting_of(note)
         sock.check_alive()

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from mq.descriptors import most_open, pushed_out
+from mq.log import printable
 from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.admission import claim, crowded, objection
@@ -61,7 +62,7 @@ class Greetings:
                     greeter.dial.opened_at = mesh.clock()
                 self._send(conn, greeter, greeter.handshake.hello())
             elif event.what is What.LOST:
-                reason = event.reason or "connection lost"
+                reason = printable(event.reason or "connection lost")
                 dial = greeter.dial
                 if event.refused and dial is not None:
                     self._dialling.end(conn, greeter, dial, hs.LINK, reason)
@@ -74,13 +75,12 @@ class Greetings:
 
     def _make_room(self, newest: Conn) -> None:
         """Close a connection that has not greeted, if there are many."""
-        most = most_open(MAX_GREETERS, newest.descriptors_taken)
         strangers = [
             conn
             for conn, greeter in self._greeters.items()
             if greeter.dial is None and greeter.granted is None
         ]
-        if len(strangers) >= most:
+        if len(strangers) >= most_open(MAX_GREETERS, newest.descriptors_taken):
             self._mesh.stats.refused += 1
             self._dialling.close(pushed_out(strangers, newest))
 
@@ -354,18 +354,18 @@ class Greetings:
         self._dialling.answered(dial)
         mesh.changed += 1
         code = refusal.code
-        reason = f"{conn.address}: {refusal.text[:500]}"
+        reason = f"{conn.address}: {refusal.text}"
         if proven and (
             code == hs.REPLACED or (code == hs.NAME_TAKEN and dial.returning)
         ):
-            mesh.replace(refusal.text[:500])
+            mesh.replace(refusal.text)
             self._dialling.refuse(dial, code, reason)
         elif not dial.returning and (code == hs.SECRET or (code in FATAL and proven)):
             self._dialling.refuse(dial, code, reason)
         elif code in FINAL and proven:
             self._dialling.refuse(dial, "", reason)
             if dial.session is not None:
-                mesh.forget(dial.session, refusal.text[:500], proven=True)
+                mesh.forget(dial.session, refusal.text, proven=True)
         else:
             self._dialling.fail(conn, greeter, reason)
 

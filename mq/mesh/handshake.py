@@ -14,10 +14,13 @@ import hmac
 import os
 import re
 import struct
+from itertools import chain
 from typing import Final
 
 import msgspec
+from msgspec import structs
 
+from mq.log import printable
 from mq.mesh import wire
 from mq.mesh.wire import Malformed
 from mq.process import ProcessId
@@ -118,7 +121,9 @@ def _check_texts(greeting: Greeting) -> None:
         raise Malformed(f"greeting of a member called {name[:50]!r}")
     if not _INCARNATION.fullmatch(greeting.incarnation):
         raise Malformed(f"greeting of an incarnation {greeting.incarnation[:50]!r}")
-    for text in (name, host, *greeting.labels, *greeting.addresses):
+    versions = (text for pair in greeting.versions.items() for text in pair)
+    lists = greeting.labels, greeting.addresses, greeting.accepts
+    for text in (name, host, *chain(*lists), *versions):
         if not text.isprintable():
             raise Malformed(f"greeting with {text[:50]!r}, which cannot be printed")
 
@@ -225,6 +230,7 @@ class Handshake:
         if body is None:
             body = raw[_PREFIX.size + PROOF_BYTES :][:2048]
         try:
-            return _refusal.decode(body), proven
+            code, text = structs.astuple(_refusal.decode(body))
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise Malformed(f"refusal: {error}") from error
+        return Refusal(code, printable(text)), proven

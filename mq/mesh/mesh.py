@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from mq.borrowing import Returns
-from mq.log import Log
+from mq.log import Log, printable
 from mq.mesh import wire
 from mq.mesh.burial import bury
 from mq.mesh.config import Config
@@ -234,7 +234,7 @@ class Mesh:
             session.blocked = session.fault is not None
             self.changed += 1
         elif event.what is What.LOST:
-            self.disconnect(session, event.reason or "connection lost")
+            self.disconnect(session, printable(event.reason or "connection lost"))
 
     def _tick(self, now: float) -> None:
         self._next_tick = self.liveness.next_tick(now)

@@ -15,6 +15,7 @@ import msgspec
 
 from mq import extensions as ext
 from mq.frames import align, align_area
+from mq.log import printable
 from mq.message import MOST_KEPT
 
 MAGIC: Final = b"MQMESH"
@@ -202,9 +203,10 @@ def decode(kind: int, raw: memoryview) -> Any:
         Malformed: It is not of that type.
     """
     try:
-        return _DECODERS[kind].decode(raw)
+        content = _DECODERS[kind].decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise Malformed(f"control frame {kind}: {error}") from error
+    return printable(content) if type(content) is str else content
 
 
 def pack_run(

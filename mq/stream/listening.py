@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from mq.addresses import origin
 from mq.descriptors import most_open, out_of_descriptors, pushed_out
-from mq.log import MOST_STRANGERS, Log, WarnOnce
+from mq.log import MOST_CHARACTERS, MOST_STRANGERS, Log, WarnOnce, printable
 from mq.stream.watching import Watching
 from mq.transport import Link, What
 
@@ -25,7 +25,6 @@ _BACKLOG: Final = 1024
 _ACCEPTS: Final = 32  # at a time, before the others have their turn
 _STRANGERS: Final = 128
 _GREETING_SECONDS: Final = 5.0
-_REASON_CHARACTERS: Final = 500
 FORGET_SECONDS: Final = 3600.0
 """How long it is known what was told of strangers; then it may be said again."""
 _REASONS: Final = 8
@@ -76,8 +75,8 @@ class Refusals:
         """
         if time.monotonic() >= self._until:
             self._begin()
-        why = why[:_REASON_CHARACTERS]  # which may be what it has sent
-        shown = why if why.isprintable() else repr(why)
+        why = why[:MOST_CHARACTERS]  # which may be what it has sent
+        shown = printable(why)
         host = origin(address)
         if misfit:
             self._misfits(address, "refused %s: %s", address, shown)
