@@ -202,6 +202,8 @@ class Arrival:
             rest = asked_at + min(left, most) - time.monotonic()
             answered = self._driver.wait_until(lambda: dial.done, max(0.0, rest))
         self._driver.run(lambda: self._mesh.dialling.cancel(dial))
+        if dial.doubted and self._is_renewed(holder):
+            dial.refusal = dial.doubted
         dial.raise_refusal()
         if not answered and left < most:
             raise ConnectTimeout(
@@ -228,7 +230,7 @@ class Arrival:
             if left <= 0:
                 raise ConnectTimeout(
                     f"{self._held(record)}, listens on {', '.join(record.addresses)}, "
-                    "which cannot be reached from here to ask whether it lives, and "
+                    "where it cannot be asked from here whether it lives, and "
                     f"its lease of {record.lease:g} s had not ended within "
                     f"{self._settings.connect_timeout:g} s: raise connect_timeout, "
                     "choose another name or end that process"
@@ -268,17 +270,19 @@ class Arrival:
                 self._driver.wait_until(greeted, min(left, LEAVING_SECONDS))
 
     def _dial(
-        self, record: rendezvous.Record, *, probe: bool = False, at_once: bool = False
+        self, record: rendezvous.Record, *, probe: bool = False, expired: bool = False
     ) -> Dial:
-        dialling = self._mesh.dialling
+        dialling, here = self._mesh.dialling, self._mesh.config.process
         same_host = self._mesh.config.is_near(record.process)
         routes = functools.partial(dialling.routes, record.addresses, same_host)
         dial = Dial(
             self._driver.look(routes),
             incarnation=record.incarnation,
             name=record.name,
+            doubts=not (expired or here.same_kernel(record.process)),
             probe=probe,
-            at_once=at_once,
+            # Most whose lease has ended are gone, and are to hold up nobody.
+            at_once=expired,
             until=self._deadline + 1.0,
         )
         self._driver.run(functools.partial(dialling.start, dial))
@@ -286,7 +290,6 @@ class Arrival:
 
     def _greet_recorded(self) -> list[Entry]:
         """Dial whoever is new; those who are recorded and not greeted yet."""
-        mine = self._mesh.config.incarnation
         waiting: list[Entry] = []
         for entry in self._meeting.records():
             record = entry.record
@@ -294,7 +297,9 @@ class Arrival:
                 is_greeted = self._is_greeted(record)
                 dial = self._dials.get(record.incarnation)
                 is_due = dial is None or (dial.done and not dial.refusal)
-            if record.incarnation == mine or is_greeted:
+                if dial is not None:
+                    dial.saw_record(entry.age)
+            if record.incarnation == self._mesh.config.incarnation or is_greeted:
                 continue
             if self._has_ended(record):
                 self._meeting.sweep(record.name, record.incarnation)
@@ -304,8 +309,7 @@ class Arrival:
             self._check_fits(entry)
             waiting.append(entry)
             if is_due:
-                # Most whose lease has ended are gone, and are to hold up nobody.
-                dial = self._dial(record, at_once=entry.expired)
+                dial = self._dial(record, expired=entry.expired)
                 self._dials[record.incarnation] = dial
         return waiting
 
@@ -330,7 +334,8 @@ class Arrival:
             patience = PROBE_SECONDS * max(1, len(dial.routes))
             until = began + min((self._deadline - began) / 2, patience)
             until = self._patience.setdefault(who, until)
-            if time.monotonic() < until and dial.refusal not in STRANGE:
+            answered = dial.doubted or dial.refusal in STRANGE  # by a stranger
+            if time.monotonic() < until and not answered:
                 return False
         if who not in self._swept:
             self._swept.add(who)

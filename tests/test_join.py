@@ -485,7 +485,7 @@ def test_who_was_killed_on_another_host_comes_again_under_its_name() -> None:
 def test_a_file_of_that_name_on_another_host_takes_no_name_away() -> None:
     """Whoever listens there, if anybody does, is not the member that is asked for."""
     with _held_far_away("shm") as (options, _):
-        told = r"'x'.* held by pid \d+ on far.* cannot be reached from here.* lease of"
+        told = r"'x'.* held by pid \d+ on far.* cannot be asked from here.* lease of"
         with pytest.raises(mq.ConnectTimeout, match=told):
             mq.connect(name="x", connect_timeout=2 * PROBE_SECONDS, **options)
 
@@ -619,6 +619,69 @@ def test_a_stranger_at_an_address_of_old_refuses_nobody() -> None:
         with mq.connect("tcp", name="b", **options) as newcomer:
             assert len(newcomer.members()) == 2
             assert newcomer.stats()["mesh"]["unauthenticated"] == 1
+
+
+def elsewhere(record: Record, stranger: mq.MQ, **changes: Any) -> Record:
+    """That of a member in another container, at whose address a stranger listens."""
+    return dataclasses.replace(
+        record,
+        name="elsewhere",
+        incarnation="e" * 32,
+        addresses=(stranger.describe()["addresses"][0],),
+        process=dataclasses.replace(record.process, pid_namespace=1),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("name", ["b", "elsewhere"])
+def test_a_stranger_at_the_address_of_the_dead_refuses_nobody_while_they_are_recorded(
+    name: str,
+) -> None:
+    """Its refusal proves nothing; the lease is waited for, as where nobody answers."""
+    options: dict[str, Any] = {"group": f"squatted-{os.getpid()}"}
+    with (
+        mq.connect("tcp", name="a", **options) as queue,
+        mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
+    ):
+        meeting, record = queue._joined.meeting, queue._joined.record
+        assert meeting is not None
+        assert record is not None
+        dead = elsewhere(record, stranger, lease=3.0)
+        begin = time.monotonic()
+        assert meeting.claim(dead).holder is None
+        with mq.connect("tcp", name=name, **options) as newcomer:
+            assert time.monotonic() - begin > 2.9
+            assert [member.name for member in newcomer.members()] == ["a", name]
+
+
+@pytest.mark.parametrize("name", ["b", "elsewhere"])
+def test_who_is_refused_by_a_member_that_lives_is_told_why(name: str) -> None:
+    """Its record is renewed after that, so it was no stranger."""
+    options: dict[str, Any] = {"group": f"refused-{os.getpid()}"}
+    with (
+        mq.connect("tcp", name="a", **options) as queue,
+        mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
+    ):
+        meeting, record = queue._joined.meeting, queue._joined.record
+        assert meeting is not None
+        assert record is not None
+        other = elsewhere(record, stranger, lease=60.0)
+        other = meeting.claim(other).record
+        done = threading.Event()
+
+        def renew() -> None:
+            while not done.wait(0.5):
+                assert meeting is not None
+                meeting.renew(other)
+
+        renewing = threading.Thread(target=renew)
+        renewing.start()
+        try:
+            with pytest.raises(mq.AuthenticationFailed, match="'elsewhere' at tcp://"):
+                mq.connect("tcp", name=name, **options)
+        finally:
+            done.set()
+            renewing.join()
 
 
 def test_a_silent_holder_of_a_name_is_named_when_the_time_is_up() -> None:
@@ -983,7 +1046,7 @@ def test_a_name_is_not_taken_from_a_holder_that_cannot_be_asked() -> None:
 def test_who_waits_for_the_lease_of_a_holder_is_told_so() -> None:
     """It may have ended, and nobody here can tell before its lease has ended, too."""
     with _held_far_away() as (options, _):
-        told = r"'x'.* held by pid \d+ on far.* cannot be reached from here.* lease of"
+        told = r"'x'.* held by pid \d+ on far.* cannot be asked from here.* lease of"
         with pytest.raises(mq.ConnectTimeout, match=told):
             mq.connect(name="x", connect_timeout=0.5, **options)
 

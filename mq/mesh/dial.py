@@ -46,6 +46,9 @@ class Dial:
         session: The session to resume, or None for a new one.
         returning: Whether the peer was in session with this member before, so that it
             may be reached again whatever answers at its addresses now.
+        doubts: Whether strangers may have its address by now, so that what they refuse
+            without a proof is not the last word.
+        doubted: Code of the last refusal that was doubted.
         probe: Whether the peer is only asked if it is alive; `welcome` is its answer.
         at_once, takes_turns: Whether it begins beside however many others; whether not.
         max_delay: Longest pause between attempts in seconds.
@@ -70,6 +73,7 @@ class Dial:
         name: str = "",
         session: Session | None = None,
         returning: bool = False,
+        doubts: bool = False,
         probe: bool = False,
         at_once: bool = False,
         max_delay: float = 0.5,
@@ -81,6 +85,9 @@ class Dial:
         self.name = name
         self.session = session
         self.returning = returning or session is not None
+        self.doubts = doubts
+        self.doubted = ""
+        self._doubted_age: float | None = None
         self.blind = not incarnation
         self.probe = probe
         # Else it waits until few others are under way: nobody counts its time.
@@ -152,6 +159,17 @@ class Dial:
         self.conn = None  # only now: `recover` goes by it
         if self.until is not None and self.next_at >= self.until:
             self.done = True
+
+    def saw_record(self, age: float) -> None:
+        """Doubt no longer where its record was renewed since: then it is no stranger.
+
+        Args:
+            age: Of the record, in seconds.
+        """
+        if self.doubted:
+            if self._doubted_age is None:
+                self._doubted_age = age
+            self.doubts &= age >= self._doubted_age
 
     def outcome(self) -> str:
         """What has come of it, in words."""

@@ -169,10 +169,18 @@ class Dialling:
         self._mesh.changed += 1
 
     def end(
-        self, conn: Conn, greeter: Greeter, dial: Dial, code: str, reason: str
+        self,
+        conn: Conn,
+        greeter: Greeter,
+        dial: Dial,
+        code: str,
+        reason: str,
+        *,
+        proven: bool = False,
     ) -> None:
         """No repetition changes it, but for a peer that may yet be reached again."""
-        if dial.returning:
+        if dial.returning or (dial.doubts and not proven):
+            dial.doubted = code
             self.fail(conn, greeter, reason)
         else:
             self.refuse(dial, code, reason)

@@ -361,7 +361,7 @@ class Greetings:
             mesh.replace(refusal.text)
             self._dialling.refuse(dial, code, reason)
         elif not dial.returning and (code == hs.SECRET or (code in FATAL and proven)):
-            self._dialling.refuse(dial, code, reason)
+            self._dialling.end(conn, greeter, dial, code, reason, proven=proven)
         elif code in FINAL and proven:
             self._dialling.refuse(dial, "", reason)
             if dial.session is not None:
