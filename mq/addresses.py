@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import ipaddress
 import os
 import re
@@ -51,12 +50,11 @@ def split(address: str) -> tuple[str, int]:
     return parts
 
 
-@functools.lru_cache(maxsize=1024)
 def origin(address: str) -> str:
-    """Where a peer at this address comes from: the same for all that one host may have.
+    """Where a peer at this address comes from, which for who floods is all one.
 
-    Its host; of IPv6 the first 64 bits, as each host may have all of such a network. An
-    address that has none, as of a unix socket, is an origin of its own.
+    Its host; of IPv6 the network of 64 bits, all of which one host may use. An address
+    that has none, as of a unix socket, is an origin of its own.
     """
     parts = split_host_port(address.partition("://")[2])
     host = address if parts is None else parts[0]

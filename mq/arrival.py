@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from mq import process, rendezvous
 from mq.errors import ConnectRefused, ConnectTimeout, PeerLost, TransportUnavailable
 from mq.mesh import handshake as hs
-from mq.mesh.dial import LISTEN, Dial
+from mq.mesh.dial import Dial
 from mq.mesh.driver import Driver
 from mq.rendezvous import claimants
 
@@ -190,7 +190,7 @@ class Arrival:
         asked_at = time.monotonic()
         dial = self._dial(record, probe=True)
         if not dial.routes:
-            return self._is_renewed(holder)
+            return self._is_renewed(holder, dial)
         left, most = max(0.0, self._deadline - asked_at), PROBE_SECONDS
 
         def opens() -> bool:
@@ -202,8 +202,9 @@ class Arrival:
             rest = asked_at + min(left, most) - time.monotonic()
             answered = self._driver.wait_until(lambda: dial.done, max(0.0, rest))
         self._driver.run(lambda: self._mesh.dialling.cancel(dial))
-        if dial.doubted and self._is_renewed(holder):
-            dial.refusal = dial.doubted
+        asks = dial.welcome is None and dial.doubted is not None and not dial.refusal
+        if asks and self._is_renewed(holder, dial):
+            dial.believe()
         dial.raise_refusal()
         if not answered and left < most:
             raise ConnectTimeout(
@@ -216,18 +217,20 @@ class Arrival:
             return dial.welcome.incarnation == record.incarnation
         # On another host a file of that name says nothing of the holder's.
         is_near = self._mesh.config.is_near(record.process)
-        return not is_near and not dial.is_routable() and self._is_renewed(holder)
+        return not is_near and not dial.is_routable() and self._is_renewed(holder, dial)
 
-    def _is_renewed(self, holder: Entry) -> bool:
+    def _is_renewed(self, holder: Entry, dial: Dial) -> bool:
         """Whether a holder that cannot be asked renews its lease before that ends.
 
         Raises:
-            ConnectTimeout: The time to connect was up before.
+            ConnectTimeout, or what `dial` doubted: The time was up before.
         """
         record = holder.record
         while not holder.expired:
             left = self._deadline - time.monotonic()
             if left <= 0:
+                dial.believe()
+                dial.raise_refusal()
                 raise ConnectTimeout(
                     f"{self._held(record)}, listens on {', '.join(record.addresses)}, "
                     "where it cannot be asked from here whether it lives, and "
@@ -260,8 +263,9 @@ class Arrival:
             waiting = self._ask(self._greet_recorded, waiting)
             if not waiting:
                 return
-            self._driver.look(functools.partial(self._raise_refusals, waiting))
             left = self._deadline - time.monotonic()
+            raises = functools.partial(self._raise_refusals, waiting, last=left <= 0)
+            self._driver.look(raises)
             if left <= 0:
                 raise ConnectTimeout(self._explain(waiting))
             settled = functools.partial(self._settled, waiting)
@@ -334,7 +338,8 @@ class Arrival:
             patience = PROBE_SECONDS * max(1, len(dial.routes))
             until = began + min((self._deadline - began) / 2, patience)
             until = self._patience.setdefault(who, until)
-            answered = dial.doubted or dial.refusal in STRANGE  # by a stranger
+            answered = dial.refusal in STRANGE  # by a stranger
+            answered |= dial.doubted is not None and len(dial.routes) == 1
             if time.monotonic() < until and not answered:
                 return False
         if who not in self._swept:
@@ -367,9 +372,11 @@ class Arrival:
         known = record.incarnation in self._mesh.sessions
         return dial.done and bool(dial.routes) and not known
 
-    def _raise_refusals(self, waiting: Sequence[Entry]) -> None:
+    def _raise_refusals(self, waiting: Sequence[Entry], last: bool) -> None:
         for entry in waiting:
             dial = self._dials[entry.record.incarnation]
+            if last:
+                dial.believe()
             if not (entry.expired and dial.refusal in STRANGE):
                 dial.raise_refusal()
 
@@ -386,15 +393,6 @@ class Arrival:
 
     def _tell_of(self, record: rendezvous.Record) -> str:
         """Who was not greeted, and why; the lock is held."""
-        dial = self._dials[record.incarnation]
-        places = ", ".join(record.addresses)
-        happened = f"tried {places}: {dial.outcome()}"
-        if not dial.routes:
-            happened = (
-                f"listens on {places}, which cannot be reached from this host, "
-                f"and has not dialled this member; {LISTEN}"
-            )
-        elif self._link.capabilities.reach == "network":
-            happened += dial.hint()
-        process = record.process
+        process, networked = record.process, self._link.capabilities.reach == "network"
+        happened = self._dials[record.incarnation].tell(record.addresses, networked)
         return f"{record.name!r} (pid {process.pid} on {process.host}, {happened})"

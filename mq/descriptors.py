@@ -7,11 +7,12 @@ import errno
 import os
 import re
 import resource
+from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable
-from typing import Final, Protocol, TypeVar
+from collections.abc import Mapping
+from itertools import accumulate, islice
+from typing import Final, TypeVar
 
-from mq.addresses import origin
 from mq.errors import TransportUnavailable
 
 SPARE_DESCRIPTORS: Final = 32
@@ -90,33 +91,27 @@ def most_open(most: int, each: int = 1) -> int:
     return max(1, min(most, limit // (4 * each)))
 
 
-class _Strange(Protocol):
-    """Somebody who has proven nothing yet."""
-
-    @property
-    def address(self) -> str: ...
+StrangerT = TypeVar("StrangerT")
 
 
-StrangerT = TypeVar("StrangerT", bound=_Strange)
+def pushed_out(origins: Mapping[StrangerT, str]) -> StrangerT:
+    """Who has to go of those that have proven nothing, for one more that has come.
 
-
-def pushed_out(strangers: Iterable[StrangerT], newest: _Strange) -> StrangerT:
-    """Who has to go of those that have proven nothing, where one more has come.
-
-    One of those whose host has most of them, or a host that floods would push out the
-    members of all others; and of these any, or beside a flood from the same host nobody
-    would stay for as long as it takes to prove something over a wire with latency.
+    By chance, or beside a flood nobody would stay for as long as it takes to prove
+    something over a wire with latency. One of each origin as likely as the cube of how
+    many that has, and never where that is less than a fourth of the most: so who floods
+    pushes out its own, but where they come from all over the world not always those of
+    a host that has two.
 
     Args:
-        strangers: At least one.
-        newest: Who has come, and is not among them.
+        origins: Where each comes from, as `mq.addresses.origin` has it; at least one.
     """
-    origins = [(stranger, origin(stranger.address)) for stranger in strangers]
-    count = Counter(where for _, where in origins)
-    count[origin(newest.address)] += 1
-    most = max(count[where] for _, where in origins)
-    some = [one for one, where in origins if count[where] == most]
-    return some[int.from_bytes(os.urandom(4), "big") % len(some)]
+    count = Counter(origins.values())
+    few = max(count.values()) / 4
+    weights = {where: n * n if n >= few else 0 for where, n in count.items()}
+    ends = list(accumulate(map(weights.__getitem__, origins.values())))
+    at = int.from_bytes(os.urandom(8), "big") % ends[-1]
+    return next(islice(origins, bisect(ends, at), None))
 
 
 def out_of_descriptors(error: OSError) -> str:

@@ -44,7 +44,7 @@ _Said: TypeAlias = "tuple[str, logging.LogRecord] | _Once"
 def printable(text: str) -> str:
     """What others have a part in, as logs and errors show it: in one line, not long."""
     text = text[:MOST_CHARACTERS]
-    return text if text.isprintable() else repr(text)
+    return text if text.isprintable() else repr(text)[:MOST_CHARACTERS]
 
 
 class Log:

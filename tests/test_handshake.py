@@ -395,7 +395,8 @@ def test_what_others_say_is_told_in_one_line() -> None:
     refusal, _ = dialler.refusal(refused)
     assert refusal.text.isprintable()
     assert "forged" in refusal.text
-    assert len(refusal.text) < 600
+    refused = listener.seal(wire.REFUSED, Refusal(hs.SECRET, 400 * "\U000e0001"))
+    assert len(dialler.refusal(refused)[0].text) <= log.MOST_CHARACTERS
     for kind in (wire.BYE, wire.FENCED):
         told = wire.decode(kind, memoryview(wire.encode(FORGED)))
         assert told == repr(FORGED)

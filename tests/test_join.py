@@ -621,6 +621,14 @@ def test_a_stranger_at_an_address_of_old_refuses_nobody() -> None:
             assert newcomer.stats()["mesh"]["unauthenticated"] == 1
 
 
+def recorded(queue: mq.MQ) -> tuple[Rendezvous, Record]:
+    """Where a member is recorded, and how."""
+    meeting, record = queue._joined.meeting, queue._joined.record
+    assert meeting is not None
+    assert record is not None
+    return meeting, record
+
+
 def elsewhere(record: Record, stranger: mq.MQ, **changes: Any) -> Record:
     """That of a member in another container, at whose address a stranger listens."""
     return dataclasses.replace(
@@ -643,9 +651,7 @@ def test_a_stranger_at_the_address_of_the_dead_refuses_nobody_while_they_are_rec
         mq.connect("tcp", name="a", **options) as queue,
         mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
     ):
-        meeting, record = queue._joined.meeting, queue._joined.record
-        assert meeting is not None
-        assert record is not None
+        meeting, record = recorded(queue)
         dead = elsewhere(record, stranger, lease=3.0)
         begin = time.monotonic()
         assert meeting.claim(dead).holder is None
@@ -662,16 +668,13 @@ def test_who_is_refused_by_a_member_that_lives_is_told_why(name: str) -> None:
         mq.connect("tcp", name="a", **options) as queue,
         mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
     ):
-        meeting, record = queue._joined.meeting, queue._joined.record
-        assert meeting is not None
-        assert record is not None
+        meeting, record = recorded(queue)
         other = elsewhere(record, stranger, lease=60.0)
         other = meeting.claim(other).record
         done = threading.Event()
 
         def renew() -> None:
             while not done.wait(0.5):
-                assert meeting is not None
                 meeting.renew(other)
 
         renewing = threading.Thread(target=renew)
@@ -682,6 +685,46 @@ def test_who_is_refused_by_a_member_that_lives_is_told_why(name: str) -> None:
         finally:
             done.set()
             renewing.join()
+
+
+@pytest.mark.parametrize("name", ["b", "elsewhere"])
+def test_a_refusal_that_is_doubted_is_told_when_the_time_is_up(name: str) -> None:
+    """A wrong secret is more likely than a stranger, where connect cannot wait."""
+    options: dict[str, Any] = {"group": f"doubted-{os.getpid()}"}
+    with (
+        mq.connect("tcp", name="a", **options) as queue,
+        mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
+    ):
+        meeting, record = recorded(queue)
+        assert meeting.claim(elsewhere(record, stranger, lease=60.0)).holder is None
+        told = "'elsewhere' at tcp://.* secret .it, or a stranger who has that address"
+        with pytest.raises(mq.AuthenticationFailed, match=told):
+            mq.connect("tcp", name=name, connect_timeout=2.0, **options)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_stranger_at_one_of_its_addresses_does_not_speak_for_a_member(
+    name: str,
+) -> None:
+    """Which answers at another: it is met, and has its name."""
+    options: dict[str, Any] = {"group": f"beside-{os.getpid()}"}
+    with (
+        mq.connect("tcp", name="a", **options) as queue,
+        mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
+    ):
+        meeting, record = recorded(queue)
+        first = elsewhere(record, stranger)
+        both = (*first.addresses, *record.addresses)
+        assert meeting.renew(
+            dataclasses.replace(record, addresses=both, process=first.process)
+        )
+        with contextlib.ExitStack() as stack:
+            if name == "a":
+                stack.enter_context(pytest.raises(mq.ConnectRefused, match="held by"))
+            begin = time.monotonic()
+            joined = stack.enter_context(mq.connect("tcp", name=name, **options))
+            assert [member.name for member in joined.members()] == ["a", "b"]
+        assert time.monotonic() - begin < 4
 
 
 def test_a_silent_holder_of_a_name_is_named_when_the_time_is_up() -> None:

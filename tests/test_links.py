@@ -176,13 +176,13 @@ def test_a_host_that_floods_pushes_out_nobody_of_another(
 ) -> None:
     """Whose handshake takes long, as over a wire with latency."""
     with World(LINKS[name]) as world, contextlib.ExitStack() as ends:
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (120, 120))
-        monkeypatch.setattr(_zmq_doors, "free_descriptors", lambda _: (120, ""))
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (240, 240))
+        monkeypatch.setattr(_zmq_doors, "free_descriptors", lambda _: (240, ""))
         address = world.members[1].addresses[0]
         slow = ends.enter_context(_knock(address))
         world.until(lambda: True, "a pump")
         flood = []
-        for _ in range(60):
+        for _ in range(90):
             flood.append(ends.enter_context(_knock(address, "127.0.0.2")))
             world.until(lambda: True, "a pump")
         world.until(lambda: sum(map(_has_ended, flood)) >= 30, "room")

@@ -14,7 +14,7 @@ from world import CHUNK_BYTES, INLINE_BYTES, Got, Member, World, incarnation
 from mq.errors import MessagesLost
 from mq.mesh import handshake as hs
 from mq.mesh import wire
-from mq.mesh.dial import ATTEMPT_SECONDS, MAX_GREETERS, Dial
+from mq.mesh.dial import ATTEMPT_SECONDS, MAX_GREETERS, Dial, Doubted
 from mq.mesh.greeting import GREET_SECONDS
 from mq.mesh.setbacks import REST_SECONDS, TRIES
 
@@ -917,3 +917,19 @@ def test_hoarders_of_connections_do_not_stop_this_members_own_dials() -> None:
     del world.members["x"]
     world.settle()
     assert world["a"].peers() == ["b"]
+
+
+@pytest.mark.parametrize("ages", [(0.0, 3.0, 4.9, 0.2), (2.0, 1.9)])
+def test_a_refusal_is_believed_once_the_record_is_renewed(
+    ages: tuple[float, ...],
+) -> None:
+    """Whenever that was renewed before the refusal, too."""
+    dial = Dial([], incarnation="1" * 32, doubts=True)
+    dial.saw_record(5.0)
+    dial.saw_record(0.1)
+    assert dial.doubts  # there was nothing to believe yet
+    dial.doubted = Doubted("secret", "no", "tcp://10.0.0.1:1")
+    for age in ages:
+        assert dial.doubts
+        dial.saw_record(age)
+    assert not dial.doubts

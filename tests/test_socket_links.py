@@ -204,7 +204,7 @@ def test_a_peer_of_another_link_is_logged_by_who_is_dialled(
 
 @links("nng-ipc", "nng-tcp", "tcp", "tls")
 def test_strangers_that_say_nothing_are_bounded(name: str) -> None:
-    """Of many silent connections the oldest are dropped for the newest."""
+    """Of many silent connections some are dropped for the newest."""
     with World(LINKS[name]) as world:
         member = world.members[1]
         silent = [connected(member.addresses[0]) for _ in range(150)]

@@ -132,11 +132,13 @@ class Control:
 
     Attributes:
         address: The peer's, where that dialled, for people; else "".
+        origin: Where that comes from, as `mq.addresses.origin` has it.
         ended: Why nothing more comes; "" while something may.
     """
 
     def __init__(self, sock: socket.socket, address: str = "") -> None:
         self.address = address
+        self.origin = addresses.origin(address)
         self.ended = ""
         self.fd = sock.fileno()
         self._socket = sock

@@ -85,18 +85,21 @@ class Sockets:
     def add(self, sock: Control, conn: RpcConn | None = None) -> None:
         """Watch a socket that must greet; `conn`: the connection that dialled it."""
         if conn is None:
-            self._make_room(sock)
+            self._make_room()
         self._controls[sock.fd] = sock
         self.epoll.register(sock.fd, sock.events)
         self.strangers[sock.fd] = time.monotonic() + self._greeting_timeout
         if conn is not None:
             self.conns[sock.fd] = conn
 
-    def _make_room(self, newest: Control) -> None:
-        fds = [fd for fd in self.strangers if fd not in self.conns]
-        if len(fds) >= most_open(MAX_STRANGERS):
-            one = pushed_out([self._controls[fd] for fd in fds], newest)
-            self._turn_away(one.fd, "too many strangers")
+    def _make_room(self) -> None:
+        origins = {
+            fd: self._controls[fd].origin
+            for fd in self.strangers
+            if fd not in self.conns
+        }
+        if len(origins) >= most_open(MAX_STRANGERS):
+            self._turn_away(pushed_out(origins), "too many strangers")
 
     def know(self, sock: Control, conn: RpcConn) -> None:
         """A stranger has greeted, and is the peer of this connection."""

@@ -12,7 +12,7 @@ import socket
 import time
 from typing import Final, NamedTuple
 
-from mq.addresses import bracketed
+from mq.addresses import bracketed, origin
 from mq.descriptors import most_open, pushed_out
 from mq.stream.sockets import copy_of, peer_process, received_bytes, shut
 
@@ -29,15 +29,13 @@ class _Stranger(NamedTuple):
     """What is known of one.
 
     Attributes:
-        fd: Of its socket.
-        address: Its peer's.
+        origin: Where it comes from, as `mq.addresses.origin` has it.
         inode: Of its socket, as the engine may have closed that descriptor.
         until: When it has to be gone, by `time.monotonic`.
         most_bytes: What it may send until then; None: any amount.
     """
 
-    fd: int
-    address: str
+    origin: str
     inode: int
     until: float
     most_bytes: int | None
@@ -49,6 +47,8 @@ def peer_of(fd: int) -> str:
         with copy_of(fd) as found:
             if found.family == socket.AF_UNIX:
                 return f"ipc://{peer_process(found)}"
+            if found.family not in (socket.AF_INET, socket.AF_INET6):
+                return ""  # the number is that of something else by now
             host, port = found.getpeername()[:2]
             return f"tcp://{bracketed(host)}:{port}"
     except OSError:
@@ -74,10 +74,10 @@ class Strangers:
         """
         until = time.monotonic() + STRANGER_SECONDS
         self.known.pop(fd, None)
-        stranger = _Stranger(fd, peer_of(fd), inode, until, most_bytes)
         if len(self.known) >= most_open(MOST_STRANGERS):
-            self._hang_up(pushed_out(self.known.values(), stranger).fd)
-        self.known[fd] = stranger
+            origins = {other: known.origin for other, known in self.known.items()}
+            self._hang_up(pushed_out(origins))
+        self.known[fd] = _Stranger(origin(peer_of(fd)), inode, until, most_bytes)
 
     def forget(self, fd: int) -> None:
         """The peer has proven who it is, or the connection is over; idempotent."""

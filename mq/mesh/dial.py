@@ -36,6 +36,14 @@ MAX_GREETERS: Final = 512
 LISTEN: Final = "one of the two must listen= (or MQ_LISTEN) where the other reaches it"
 
 
+class Doubted(NamedTuple):
+    """A refusal that proves nothing: its code, its words, and the address dialled."""
+
+    code: str
+    reason: str
+    address: str
+
+
 class Dial:
     """Repeated attempts to reach one peer.
 
@@ -48,7 +56,7 @@ class Dial:
             may be reached again whatever answers at its addresses now.
         doubts: Whether strangers may have its address by now, so that what they refuse
             without a proof is not the last word.
-        doubted: Code of the last refusal that was doubted.
+        doubted: The last refusal that was, unless the peer has answered since.
         probe: Whether the peer is only asked if it is alive; `welcome` is its answer.
         at_once, takes_turns: Whether it begins beside however many others; whether not.
         max_delay: Longest pause between attempts in seconds.
@@ -86,8 +94,8 @@ class Dial:
         self.session = session
         self.returning = returning or session is not None
         self.doubts = doubts
-        self.doubted = ""
-        self._doubted_age: float | None = None
+        self.doubted: Doubted | None = None
+        self._age = math.inf
         self.blind = not incarnation
         self.probe = probe
         # Else it waits until few others are under way: nobody counts its time.
@@ -164,12 +172,16 @@ class Dial:
         """Doubt no longer where its record was renewed since: then it is no stranger.
 
         Args:
-            age: Of the record, in seconds.
+            age: Of the record, in seconds; told again and again.
         """
-        if self.doubted:
-            if self._doubted_age is None:
-                self._doubted_age = age
-            self.doubts &= age >= self._doubted_age
+        if self.doubted is not None:
+            self.doubts &= not age < self._age < math.inf
+        self._age = math.inf if self.doubted is None else age
+
+    def believe(self) -> None:
+        """Take a refusal that was doubted for the last word, if there is no other."""
+        if self.doubted is not None and not self.refusal and self.welcome is None:
+            self.refusal, self.error, self.address = self.doubted
 
     def outcome(self) -> str:
         """What has come of it, in words."""
@@ -180,8 +192,25 @@ class Dial:
         """Whether some route of it may lead to another host."""
         return any(link.is_routable(address) for link, address in self.routes)
 
+    def tell(self, addresses: Sequence[str], networked: bool) -> str:
+        """What was tried, and what has come of it, in words.
+
+        Args:
+            addresses: Of the peer.
+            networked: Whether the link reaches other hosts.
+        """
+        places = ", ".join(addresses)
+        if not self.routes:
+            return (
+                f"listens on {places}, which cannot be reached from this host, "
+                f"and has not dialled this member; {LISTEN}"
+            )
+        return f"tried {places}: {self.outcome()}{self.hint() if networked else ''}"
+
     def hint(self) -> str:
         """What may be wrong with the addresses that were tried, to end a sentence."""
+        if self.doubted is not None:
+            return ""
         if not self.is_routable():
             return f"; if it is in another container or namespace, {LISTEN}"
         if self.opened_at is not None:
@@ -204,6 +233,8 @@ class Dial:
             )
         if self.refusal == hs.LINK:
             text = f"{who} at {self.address} and this member do not fit: {self.error}"
+        if self.doubts and self.doubted is not None:
+            text += " (it, or a stranger who has that address now)"
         if self.refusal == hs.SECRET:
             raise AuthenticationFailed(f"{text}. Use the same secret everywhere")
         raise ConnectRefused(text)
@@ -252,7 +283,8 @@ class Greeter:
         dial: The dial that opened it; None where the peer dialled.
         address: What that dialled.
         deadline: When it is closed if it has not finished, by the mesh's clock.
-        begun: When it began, by the mesh's clock.
+        begun: When it began, by the mesh's clock; 0: the peer dialled.
+        origin: Where a peer that dialled comes from, as `mq.addresses.origin` has it.
         opened: Whether there is a connection.
         greeted: Whether the first of the peer's two frames has come.
         refused: Whether the peer is only to read what it was told, and to close.
@@ -261,13 +293,19 @@ class Greeter:
     """
 
     def __init__(
-        self, secret: bytes, dial: Dial | None, deadline: float, begun: float
+        self,
+        secret: bytes,
+        dial: Dial | None,
+        deadline: float,
+        begun: float = 0.0,
+        origin: str = "",
     ) -> None:
         self.handshake = Handshake(secret, dialler=dial is not None)
         self.dial = dial
         self.address = "" if dial is None else dial.address
         self.deadline = deadline
         self.begun = begun
+        self.origin = origin
         self.opened = self.greeted = False
         self.refused = False
         self.granted: Granted | None = None

@@ -6,15 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from mq.descriptors import most_open
+from mq.descriptors import most_open, pushed_out
 from mq.log import Log
 from mq.mesh import handshake as hs
 from mq.mesh.config import PEER_TIMEOUT
 from mq.mesh.dial import (
     LONGEST_PACE,
     MAX_BESIDE,
+    MAX_GREETERS,
     PACES,
     Dial,
+    Doubted,
     Greeter,
     Window,
 )
@@ -180,7 +182,7 @@ class Dialling:
     ) -> None:
         """No repetition changes it, but for a peer that may yet be reached again."""
         if dial.returning or (dial.doubts and not proven):
-            dial.doubted = code
+            dial.doubted = Doubted(code, reason, greeter.address)
             self.fail(conn, greeter, reason)
         else:
             self.refuse(dial, code, reason)
@@ -222,6 +224,7 @@ class Dialling:
 
     def answered(self, dial: Dial) -> None:
         """A peer has answered in time."""
+        dial.doubted = None
         if dial.takes_turns:
             self.window.answered()
 
@@ -230,6 +233,17 @@ class Dialling:
         if greeter.opened and greeter.dial is not None and greeter.dial.takes_turns:
             self.window.timed_out(now)
         self.fail(conn, greeter, f"{conn.address}: no answer")
+
+    def make_room(self, newest: Conn) -> None:
+        """Close a connection that has not greeted, if there are many."""
+        origins = {
+            conn: greeter.origin
+            for conn, greeter in self.greeters.items()
+            if greeter.dial is None and greeter.granted is None
+        }
+        if len(origins) >= most_open(MAX_GREETERS, newest.descriptors_taken):
+            self._mesh.stats.refused += 1
+            self.close(pushed_out(origins))
 
     def close(self, conn: Conn) -> None:
         """End the handshake on a connection, if there is one, and close it."""

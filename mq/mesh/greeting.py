@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from mq.descriptors import most_open, pushed_out
+from mq.addresses import origin
 from mq.log import printable
 from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.admission import claim, crowded, objection
-from mq.mesh.dial import MAX_GREETERS, Dial, Granted, Greeter
+from mq.mesh.dial import Dial, Granted, Greeter
 from mq.mesh.faults import LinkFault, Message
 from mq.mesh.handshake import Greeting, Refusal
 from mq.transport import Event, What
@@ -46,10 +46,13 @@ class Greetings:
         """Something happened on a connection that belongs to no session."""
         conn, mesh = event.conn, self._mesh
         if event.what is What.ACCEPTED:
-            self._make_room(conn)
+            self._dialling.make_room(conn)
             conn.guard(STRANGER_BYTES)
             deadline = mesh.clock() + GREET_SECONDS
-            self._greeters[conn] = Greeter(mesh.config.secret, None, deadline, 0.0)
+            come = origin(conn.address)
+            self._greeters[conn] = Greeter(
+                mesh.config.secret, None, deadline, origin=come
+            )
             return
         greeter = self._greeters.get(conn)
         if greeter is None:
@@ -72,17 +75,6 @@ class Greetings:
                 self._read(conn, greeter)
         except LinkFault as error:
             self.handle(Event(What.LOST, conn, str(error), refused=True))
-
-    def _make_room(self, newest: Conn) -> None:
-        """Close a connection that has not greeted, if there are many."""
-        strangers = [
-            conn
-            for conn, greeter in self._greeters.items()
-            if greeter.dial is None and greeter.granted is None
-        ]
-        if len(strangers) >= most_open(MAX_GREETERS, newest.descriptors_taken):
-            self._mesh.stats.refused += 1
-            self._dialling.close(pushed_out(strangers, newest))
 
     def _read(self, conn: Conn, greeter: Greeter) -> None:
         message = self._faults.received(conn)
@@ -276,7 +268,7 @@ class Greetings:
     def linger(self, conn: Conn) -> None:
         """Keep a connection until the peer has read what was sent and closes it."""
         deadline = self._mesh.clock() + GREET_SECONDS
-        greeter = Greeter(self._mesh.config.secret, None, deadline, 0.0)
+        greeter = Greeter(self._mesh.config.secret, None, deadline)
         greeter.refused = True
         self._greeters[conn] = greeter
 

@@ -49,6 +49,7 @@ class _Connection:
     def __init__(self, sock: socket.socket, address: str) -> None:
         self.sock = sock
         self.address = address
+        self.origin = origin(address)
         self.since = time.monotonic()
         self.nonce = secrets.token_bytes(wire.NONCE_BYTES)
         self.frames: wire.Frames | None = None
@@ -189,9 +190,9 @@ class Service:
         sock.setblocking(False)
         configure(sock)
         connection = _Connection(sock, format_address(*peer[:2]))
-        strangers = [c for c in self._connections if c.frames is None]
+        strangers = {c: c.origin for c in self._connections if c.frames is None}
         if len(strangers) >= MAX_STRANGERS:
-            one = pushed_out(strangers, connection)
+            one = pushed_out(strangers)
             self._reject(one, "too many others had not introduced themselves")
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
@@ -308,9 +309,8 @@ class Service:
         self._drop(connection)
 
     def _note(self, connection: _Connection, reason: str) -> None:
-        host = origin(connection.address)
         self._warn(
-            f"{host} {reason}",
+            f"{connection.origin} {reason}",
             "the rendezvous service at %s dropped %s: %s",
             self.address,
             connection.address,

@@ -7,7 +7,7 @@ import socket
 import time
 from abc import abstractmethod
 from collections import Counter
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from mq.addresses import origin
 from mq.descriptors import most_open, out_of_descriptors, pushed_out
@@ -99,12 +99,22 @@ class Listened(Protocol):
     """A connection, as `Listening` knows it."""
 
     @property
-    def address(self) -> str: ...
-    @property
     def descriptors_taken(self) -> int: ...
     def start(self, accepted: Any, /) -> None: ...
     def drop(self) -> None: ...
     def abandon(self) -> None: ...
+
+
+class Stranger(NamedTuple):
+    """What is known of who was accepted, and has not said hello.
+
+    Attributes:
+        since: When it came, by `time.monotonic`.
+        origin: Where from, as `mq.addresses.origin` has it.
+    """
+
+    since: float
+    origin: str
 
 
 ConnT = TypeVar("ConnT", bound=Listened)
@@ -117,7 +127,7 @@ class Listening(Watching[ConnT], Link):
         busy: Connections to be looked at by the next `poll`.
         conns: All connections, until they are closed.
         closing: Those that still deliver, and until when.
-        strangers: Those accepted that have not said hello, and since when.
+        strangers: Those accepted that have not said hello.
         refusals: Tells of those that do not fit.
     """
 
@@ -127,7 +137,7 @@ class Listening(Watching[ConnT], Link):
         self.busy: dict[ConnT, Any] = {}
         self.conns: dict[ConnT, None] = {}
         self.closing: dict[ConnT, float] = {}
-        self.strangers: dict[ConnT, float] = {}
+        self.strangers: dict[ConnT, Stranger] = {}
         self._listeners: dict[Listener, None] = {}
         self._deaf: dict[Listener, float] = {}
         self._complaint = Complaint()
@@ -163,11 +173,13 @@ class Listening(Watching[ConnT], Link):
                 self.unwatch(listener.fileno())
                 self._deaf[listener] = time.monotonic() + DEAF_SECONDS
                 return
-            conn = self._new(self.name_peer(accepted, peer), What.ACCEPTED)
+            address = self.name_peer(accepted, peer)
+            conn = self._new(address, What.ACCEPTED)
             full = len(self.strangers) >= most_open(_STRANGERS, conn.descriptors_taken)
             if full:
-                self._turn_away(pushed_out(self.strangers, conn))
-            self.strangers[conn] = time.monotonic()
+                origins = {one: s.origin for one, s in self.strangers.items()}
+                self._turn_away(pushed_out(origins))
+            self.strangers[conn] = Stranger(time.monotonic(), origin(address))
             conn.start(accepted)
             if full:  # an engine frees the other's descriptors in a while
                 return
@@ -189,10 +201,10 @@ class Listening(Watching[ConnT], Link):
         for conn, deadline in list(self.closing.items()):
             if now >= deadline:
                 conn.drop()
-        for stranger, since in list(self.strangers.items()):
-            if now < since + _GREETING_SECONDS:
+        for conn, stranger in list(self.strangers.items()):
+            if now < stranger.since + _GREETING_SECONDS:
                 break
-            self._turn_away(stranger)
+            self._turn_away(conn)
         for listener, until in list(self._deaf.items()):
             if now >= until:
                 del self._deaf[listener]
