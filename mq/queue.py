@@ -60,8 +60,9 @@ def connect(
             ``tcp://host:port``, ``file:///shared/path`` or ``env://`` (torchrun).
         listen: Addresses to listen on; default: reachable from this host only.
             ``tcp://host:port`` will do for every transport between hosts.
-        attach_to: Addresses of members to connect to. With `listen` or `attach_to`
-            and no `rendezvous`, nothing else is looked for.
+        attach_to: Addresses of members to connect to. With `listen` or `attach_to` and
+            no `rendezvous` or MQ_RENDEZVOUS nothing else is looked for, but with
+            `listen` alone torchrun's store, under torchrun.
         labels: What other members are told about this one.
         connect_timeout: Seconds to reach every member that is present.
         peer_timeout: Seconds of silence after which a member is forgotten, the larger
@@ -82,6 +83,8 @@ def connect(
         ConnectTimeout: Not every member could be greeted in time.
         ConnectRefused: A member refused this one, for example because of its name.
         AuthenticationFailed: A member knows another secret.
+        PeerLost: The rendezvous is gone, or something else answers there.
+        ForkedProcess: This is a forked child, which the transport does not survive.
         OSError: An address cannot be listened on, or a file not be read.
     """
     resolved = settings.resolve(

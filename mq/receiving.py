@@ -70,7 +70,8 @@ class Receiving(Membership):
 
         Raises:
             RecvTimeout: Nothing came in time.
-            MessagesLost: A publisher had given this member up; the queue goes on.
+            MessagesLost: A publisher and this member had given each other up, or one
+                the other; the queue goes on.
             MessageTooLarge: A retained message was, for this member; it goes on, too.
             UntrustedPayload, CodecError: A message could not be decoded; the next
                 call goes on.

@@ -55,7 +55,7 @@ try:
 except (ImportError, AttributeError, RuntimeError) as error:
     UNAVAILABLE = f"{type(error).__name__}: {error}"
 
-TESTED: Final = "torch 2.4, 2.11, 2.13 and 2.14"
+TESTED: Final = "torch 2.4, 2.6, 2.11, 2.13 and 2.14"
 ENDING_SECONDS: Final = 10.0
 """How long the application's end of an agent is waited for."""
 MAX_PEERS: Final = 32767

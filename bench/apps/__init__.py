@@ -1,1 +1,1 @@
-"""Applications on the public interface of mq, measured over every backend."""
+"""Applications on the public interface of mq, measured over the main backends."""
