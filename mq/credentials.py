@@ -139,7 +139,7 @@ def check_dates(transport: str, paths: Mapping[str, str]) -> None:
                 raise OSError(
                     f"{transport}: certificate {path!r}: OpenSSL makes no connection "
                     f"with it ({explain(error)}); its key must be one that TLS has: "
-                    "RSA, or of the curve P-256, P-384 or P-521; with `tls` Ed25519, too"
+                    "RSA, of the curve P-256, P-384 or P-521, or with `tls` Ed25519"
                 ) from error
             if code in _OUT_OF_DATE:
                 raise OSError(f"{transport}: certificate {path!r}: {text}")

@@ -29,9 +29,9 @@ _GONE = (
     lib.NNG_ECONNREFUSED,
 )
 _SIGNED = (
-    "; the certificates must be in date, each be signed by one that the other end's "
-    "authorities= holds, and that of who listens name its host, or what server_name= of "
-    "who dials says"
+    "; the certificates must be in date, and each be signed by one that the other "
+    "end's authorities= holds; that of who listens must have the name of its host, or "
+    "what server_name= of who dials says"
 )
 _REMEDIES = {lib.NNG_ECRYPTO: _SIGNED, lib.NNG_EPEERAUTH: _SIGNED}
 

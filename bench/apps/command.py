@@ -20,9 +20,9 @@ BACKENDS = ("inproc", "shm", "zmq", "nng", "tcp", "torchrpc:cpu", "auto")
 DEFAULT = (*BACKENDS, "torchrpc:cuda")
 
 DESCRIPTION = """\
-Run the applications under bench/apps over the main backends, each in fresh processes, and
-write results.jsonl and a report (report.html with its plots, and report.md) with the
-published figures beside ours. `mq bench report A.jsonl B.jsonl --output DIR` joins
+Run the applications under bench/apps over the main backends, each in fresh processes,
+and write results.jsonl and a report (report.html with its plots, and report.md) with
+the published figures beside ours. `mq bench report A.jsonl B.jsonl --output DIR` joins
 several runs, as one of each application, in one report."""
 
 
