@@ -16,6 +16,9 @@ from urllib.parse import unquote, urlsplit
 
 from mq import process
 from mq.errors import TransportUnavailable
+from mq.log import Log, WarnOnce
+
+_warn = WarnOnce(Log(__name__))
 
 SOCKETS: Final = "s."
 """What directories of socket files begin with, as no `safe_name` does."""
@@ -62,7 +65,8 @@ def local_base() -> str:
     Raises:
         TransportUnavailable: There is nowhere to make it.
     """
-    places = [os.environ.get("XDG_RUNTIME_DIR", "")]
+    wanted = os.environ.get("XDG_RUNTIME_DIR", "")
+    places = [wanted]
     with contextlib.suppress(FileNotFoundError):  # there is none that it can write to
         places.append(tempfile.gettempdir())
     places.append("/tmp")
@@ -72,6 +76,15 @@ def local_base() -> str:
             len(os.fsencode(base)) + len("/") + len(safe_name("g" * 12)) <= _MAX_PATH
         )
         if os.path.isabs(place) and short and os.access(place, os.W_OK | os.X_OK):
+            if wanted and place != wanted:
+                _warn(
+                    wanted,
+                    "XDG_RUNTIME_DIR is %r, which is not there, not writable, or too "
+                    "long for socket paths: members that are told no rendezvous meet "
+                    "in %s, and do not find those that could use it",
+                    wanted,
+                    base,
+                )
             return base
     raise TransportUnavailable(
         "this host has no directory for files of this user: none of "

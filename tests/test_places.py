@@ -21,7 +21,7 @@ from namespaces import with_mounts
 from nng_links import nng_runs
 
 import mq
-from mq import paths
+from mq import log, paths
 from mq.errors import TransportUnavailable
 from mq.stream.files import SocketFiles
 
@@ -321,3 +321,19 @@ def test_the_name_of_a_host_leaves_room_for_the_rest(
     monkeypatch.setattr("socket.gethostname", lambda: "\udcff" * 64)
     with mq.connect("tcp", group="g") as queue:
         assert queue.name.startswith(r"\udcff" * 10)
+
+
+def test_a_directory_that_was_passed_over_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who could use it before is not met elsewhere; that is said once."""
+    gone = str(tmp_path / "gone")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", gone)
+    for _ in range(2):
+        base = paths.local_base()
+    log.flush()
+    (told,) = caplog.messages
+    assert gone in told
+    assert base in told
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+    assert paths.local_base() == base
