@@ -35,7 +35,9 @@ def bury(mesh: Mesh, session: Session) -> None:
         logger.debug("another session with %s is used", session.name)
     else:
         mesh.stats.forgotten += 1
-        logger.warning("gave up %s: %s%s", session.name, reason, undelivered)
+        # Who was replaced is not heard by others, which are not to blame.
+        say = logger.debug if mesh.replaced else logger.warning
+        say("gave up %s: %s%s", session.name, reason, undelivered)
         if not superseded:
             mesh.dialling.dial_estranged(session)
     session.drop_frames()
