@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import sys
@@ -11,9 +10,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from mq import addresses, forks, process, registry, rendezvous
+from mq import forks, process, registry, rendezvous
 from mq.arrival import Arrival, lease_seconds, record_of, within_reach
-from mq.attaching import dial_explicit
+from mq.attaching import Attached
 from mq.descriptors import check_descriptors
 from mq.errors import Closed, ConnectRefused, MQError, TransportUnavailable
 from mq.log import Log
@@ -74,6 +73,7 @@ class Joined:
     record: rendezvous.Record | None
     addresses: list[str]
     pool: Pool
+    attached: Attached
 
     def close(self, linger: float = LINGER_SECONDS) -> None:
         """Free everything; engines have `linger` seconds to send what they have."""
@@ -102,6 +102,7 @@ class Joined:
             logger.warning(
                 "queue %r can only be closed: %s", mesh.config.name, mesh.replaced
             )
+        self.attached.keep()
         if meeting is None or record is None:
             return
         if not meeting.renew(record):
@@ -186,7 +187,7 @@ def join(
     check_patches()
     check_descriptors()
     link = _link(settings, options)
-    settings = _of_scheme(settings, link.scheme)
+    settings = settings.of_scheme(link.scheme)
     meeting: Rendezvous | None = None
     poller = Poller()
     if link.capabilities.reach == "process":
@@ -204,7 +205,8 @@ def join(
         )
         driver = Driver(mesh, poller, where)
         stopper.on_stop(driver.lead.end_calls)
-        joined = Joined(driver, link, poller, meeting, None, addresses, pool)
+        attached = Attached(settings, driver)
+        joined = Joined(driver, link, poller, meeting, None, addresses, pool, attached)
         joined.begin_upkeep(settings.peer_timeout)
         driver.lead.start()
         if meeting is not None:
@@ -212,7 +214,7 @@ def join(
             joined.record = arrival.claim()
             arrival.greet_all()
             meeting.arrived()
-        dial_explicit(settings, driver, deadline)
+        attached.reach(deadline)
         driver.run(link.connected)
         more = "".join(f", {k} {v}" for k, v in driver.look(link.describe).items())
     except BaseException as error:
@@ -300,15 +302,6 @@ def _free(
         with driver.lead.lock:
             driver.mesh.close(linger)
     poller.close()
-
-
-def _of_scheme(settings: Settings, scheme: str) -> Settings:
-    """With addresses as the link over TCP has them: see `Link.scheme`."""
-    return dataclasses.replace(
-        settings,
-        listen=tuple(addresses.of_scheme(a, scheme) for a in settings.listen),
-        attach_to=tuple(addresses.of_scheme(a, scheme) for a in settings.attach_to),
-    )
 
 
 def check_patches() -> None:

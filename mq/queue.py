@@ -60,7 +60,8 @@ def connect(
             ``tcp://host:port``, ``file:///shared/path`` or ``env://`` (torchrun).
         listen: Addresses to listen on; default: reachable from this host only.
             ``tcp://host:port`` will do for every transport between hosts.
-        attach_to: Addresses of members to connect to. With `listen` or `attach_to` and
+        attach_to: Addresses of members to connect to; who listens there is dialled
+            again when it was lost. With `listen` or `attach_to` and
             no `rendezvous` or MQ_RENDEZVOUS nothing else is looked for, but with
             `listen` alone torchrun's store, under torchrun.
         labels: What other members are told about this one.

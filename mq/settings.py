@@ -6,12 +6,12 @@ import contextlib
 import os
 import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from mq import process, registry
+from mq import addresses, process, registry
 from mq.errors import AuthenticationFailed, MQError
 from mq.options import listed, switch, whole
 from mq.seconds import positive_seconds
@@ -72,6 +72,14 @@ class Settings:
         # What a launcher says of listening says nothing of where members meet.
         listen = self.listen and self.sources["listen"] == "argument"
         return self.rendezvous is None and bool(listen or self.attach_to)
+
+    def of_scheme(self, scheme: str) -> Settings:
+        """The same, with addresses as the link over TCP has them: see `Link.scheme`."""
+        return replace(
+            self,
+            listen=tuple(addresses.of_scheme(a, scheme) for a in self.listen),
+            attach_to=tuple(addresses.of_scheme(a, scheme) for a in self.attach_to),
+        )
 
 
 def resolve(

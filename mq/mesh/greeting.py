@@ -301,10 +301,8 @@ class Greetings:
         try:
             if old is not None and old is dial.session and welcome.session == old.id:
                 mesh.resume(old, conn, welcome.received)
-            elif not self._begin_dialled(conn, dial, welcome):
-                self._dialling.fail(
-                    conn, greeter, f"{conn.address}: it dials this member"
-                )
+            elif why := self._begin_dialled(conn, dial, welcome):
+                self._dialling.fail(conn, greeter, f"{conn.address}: {why}")
                 return
         except wire.Malformed as error:
             self._dialling.close(conn)
@@ -317,8 +315,8 @@ class Greetings:
         dial.done = True
         self._dialling.cancel_all(welcome.incarnation)
 
-    def _begin_dialled(self, conn: Conn, dial: Dial, welcome: Greeting) -> bool:
-        """Begin the session that WELCOME grants, unless the peer's own dial wins."""
+    def _begin_dialled(self, conn: Conn, dial: Dial, welcome: Greeting) -> str:
+        """Begin the session that WELCOME grants; else why it does not begin."""
         mesh = self._mesh
         granted = [
             other
@@ -327,9 +325,9 @@ class Greetings:
             and greeter.granted.greeting.incarnation == welcome.incarnation
         ]
         if granted and mesh.config.incarnation > welcome.incarnation:
-            return False
-        if claim(mesh, welcome) is not None:
-            return False
+            return "it dials this member"  # and its own dial wins
+        if (refusal := claim(mesh, welcome)) is not None:
+            return refusal.text
         for other in granted:
             self._dialling.close(other)
         old = mesh.sessions.get(welcome.incarnation)
@@ -337,7 +335,7 @@ class Greetings:
             dial.session = None  # this dial goes on, in another session
             mesh.forget(old, "it has forgotten the session", superseded=True)
         mesh.establish(welcome, conn, welcome.session, dial)
-        return True
+        return ""
 
     def _refused(
         self, conn: Conn, greeter: Greeter, dial: Dial, refusal: Refusal, proven: bool

@@ -1,0 +1,125 @@
+"""Members that were given addresses, and who listens there as time goes by."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from meeting import DEADLINE, eventually, free_port
+from nng_links import nng_runs
+
+import mq
+from mq import log
+
+__all__ = ["nng_runs"]
+
+BACKENDS = ["nng:tcp", "shm", "tcp", "torchrpc:cpu", "zmq:tcp"]
+OPTIONS: dict[str, Any] = {"group": "g", "peer_timeout": 1.0}
+
+
+def names(queue: mq.MQ) -> list[str]:
+    return [member.name for member in queue.members()]
+
+
+def place(backend: str, folder: Path, name: str) -> str:
+    """An address that two members may listen on, one after the other."""
+    if backend == "shm":
+        return f"shm://{folder}/{name}"
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@contextlib.contextmanager
+def connecting(backend: str, attach_to: list[str]) -> Iterator[list[Any]]:
+    """Another thread connects meanwhile; the queue, or its error, is in the list."""
+    found: list[Any] = []
+
+    def connect() -> None:
+        try:
+            options = {"connect_timeout": DEADLINE, **OPTIONS}
+            found.append(mq.connect(backend, name="c", attach_to=attach_to, **options))
+        except mq.MQError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, name="mq-test-attaching")
+    thread.start()
+    try:
+        yield found
+    finally:
+        thread.join(2 * DEADLINE)
+        for queue in found:
+            if isinstance(queue, mq.MQ):
+                queue.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_who_was_reached_and_is_begun_anew_is_reached_again(
+    backend: str, tmp_path: Path, nng_runs: None
+) -> None:
+    """While connect still waits for another."""
+    here, there = place(backend, tmp_path, "a"), place(backend, tmp_path, "b")
+    with contextlib.ExitStack() as stack:
+        first = mq.connect(backend, name="a", listen=here, **OPTIONS)
+        found = stack.enter_context(connecting(backend, [here, there]))
+        first.wait_for_members(2, timeout=DEADLINE)
+        first.close()
+        for name, at in (("a", here), ("b", there)):
+            queue = mq.connect(backend, name=name, listen=at, **OPTIONS)
+            stack.enter_context(queue)
+        eventually(lambda: bool(found))
+        assert names(found[0]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_who_is_begun_anew_at_an_address_is_met_again(
+    backend: str, tmp_path: Path, nng_runs: None
+) -> None:
+    """Nobody but who was given the address could know of the other."""
+    hub = place(backend, tmp_path, "hub")
+    first = mq.connect(backend, name="hub", listen=hub, **OPTIONS)
+    with mq.connect(backend, name="leaf", attach_to=hub, **OPTIONS) as leaf:
+        leaf.subscribe("t")
+        for n in range(2):
+            assert first.subscribers("t") == ["leaf"]
+            first.publish("t", n, timeout=DEADLINE)
+            assert leaf.recv(timeout=DEADLINE).payload == n
+            first.close()
+            eventually(lambda: names(leaf) == ["leaf"])
+            first = mq.connect(backend, name="hub", listen=hub, **OPTIONS)
+            first.wait_for_subscribers("t", 1, timeout=DEADLINE)
+        first.close()
+
+
+def test_who_refuses_at_an_address_later_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As it may be another group's by then; it is told once, and tried again."""
+    hub = place("tcp", Path(), "hub")
+    first = mq.connect("tcp", name="hub", listen=hub, **OPTIONS)
+    with mq.connect("tcp", name="leaf", attach_to=hub, **OPTIONS) as leaf:
+        first.close()
+        with mq.connect(
+            "tcp", name="x", listen=hub, secret="another one", **OPTIONS
+        ) as x:
+            eventually(lambda: x.stats()["mesh"]["unauthenticated"] >= 2)
+        with mq.connect("tcp", name="hub", listen=hub, **OPTIONS) as again:
+            eventually(lambda: names(leaf) == ["hub", "leaf"])
+            assert names(again) == ["hub", "leaf"]
+    log.flush()
+    (told,) = [text for text in caplog.messages if "refuses this member" in text]
+    assert told.startswith(f"who listens at {hub} of attach_to now")
+    assert "secret" in told
+
+
+def test_two_of_one_name_are_told_of() -> None:
+    """Whoever attaches to both could not tell them apart."""
+    with (
+        mq.connect("tcp", name="w", listen="tcp://127.0.0.1:0", **OPTIONS) as one,
+        mq.connect("tcp", name="w", listen="tcp://127.0.0.1:0", **OPTIONS) as two,
+    ):
+        both = [q.describe()["addresses"][0] for q in (one, two)]
+        with pytest.raises(mq.ConnectTimeout, match=r"name 'w' is held by pid"):
+            mq.connect("tcp", name="c", attach_to=both, connect_timeout=1.0, **OPTIONS)
