@@ -4,16 +4,62 @@ from __future__ import annotations
 
 import functools
 import time
+from typing import Final
 
 from mq import addresses
 from mq.errors import ConnectTimeout
-from mq.log import Log, WarnOnce
+from mq.log import Log
 from mq.mesh.dial import Dial
 from mq.mesh.dialling import ESTRANGED_DELAY
 from mq.mesh.driver import Driver
 from mq.settings import Settings
 
 logger = Log(__name__)
+
+
+FIRST_PAUSE: Final = 0.02
+"""Seconds before who has ended is dialled again while `connect` waits; then doubled."""
+MOST_PAUSE: Final = 0.5
+REFUSED_SECONDS: Final = 2.0
+"""The same after a refusal, while the queue lives: its log has others to tell of."""
+MOST_REFUSED_SECONDS: Final = 60.0
+
+
+class _Place:
+    """One of the addresses.
+
+    Attributes:
+        dial: The last one of it.
+        refused: Code of the refusal that was told of; "": none since it was reached.
+        pause: Seconds between dials that are refused.
+        next_at: When one that was refused is begun anew, by `time.monotonic`, or None.
+    """
+
+    def __init__(self, dial: Dial) -> None:
+        self.dial = dial
+        self.refused = ""
+        self.pause = REFUSED_SECONDS
+        self.next_at: float | None = None
+
+    def was_reached(self) -> None:
+        """Whoever listens there does not refuse this member."""
+        self.refused = ""
+        self.pause = REFUSED_SECONDS
+
+    def may_begin(self, now: float) -> bool:
+        """Whether one that has ended may be begun anew; tells of a refusal."""
+        if self.dial.refusal and self.next_at is None:
+            if self.refused != self.dial.refusal:
+                logger.warning(
+                    "who listens at %s of attach_to now refuses this member, which "
+                    "tries again: %s",
+                    self.dial.address,
+                    self.dial.error,
+                )
+            self.refused = self.dial.refusal
+            self.next_at = now + self.pause
+            self.pause = min(2 * self.pause, MOST_REFUSED_SECONDS)
+        return self.next_at is None or now >= self.next_at
 
 
 class Attached:
@@ -27,8 +73,7 @@ class Attached:
         self._settings = settings
         self._driver = driver
         self._mesh = driver.mesh
-        self._dials: list[Dial] = []
-        self._warn = WarnOnce(logger)
+        self._places: list[_Place] = []
         self._all_reached = False
 
     def reach(self, deadline: float) -> None:
@@ -48,9 +93,19 @@ class Attached:
                     f"{self._settings.backend!r}; give what describe()['addresses'] of "
                     "another member says, over TCP with its port"
                 )
-            self._begin(Dial(routes, until=deadline + 1.0))
+            place = _Place(Dial(routes, until=deadline + 1.0))
+            self._places.append(place)
+            self._begin(place)
+        pause = FIRST_PAUSE
         while not self._are_reached(deadline):
-            self._begin_anew(deadline + 1.0, "who was reached there has ended")
+            left = deadline - time.monotonic()
+            self._driver.wait_until(lambda: False, max(0.0, min(left, pause)))
+            pause = min(2 * pause, MOST_PAUSE)
+            for place in self._ended():
+                why = place.dial.error or "who was reached there has ended"
+                place.dial = Dial(place.dial.routes, until=deadline + 1.0)
+                place.dial.error = why
+                self._begin(place)
         self._all_reached = True
 
     def _are_reached(self, deadline: float) -> bool:
@@ -59,56 +114,53 @@ class Attached:
         Raises:
             ConnectTimeout, ConnectRefused, AuthenticationFailed: Not at all of them.
         """
+        dials = [place.dial for place in self._places]
 
         def settled() -> bool:
-            ends = any(d.refusal or self._has_ended(d) for d in self._dials)
-            return ends or all(map(self._is_reached, self._dials))
+            ends = any(dial.refusal or self._has_ended(dial) for dial in dials)
+            return ends or all(map(self._is_reached, dials))
 
         left = max(0.0, deadline - time.monotonic())
-        arrived = self._driver.wait_until(settled, left)
+        self._driver.wait_until(settled, left)
         with self._driver.lead.lock:
-            for dial in self._dials:
+            for dial in dials:
                 dial.raise_refusal()
-            missing = [d for d in self._dials if not self._is_reached(d)]
-            places = "; ".join(f"{d.address} ({d.outcome()})" for d in missing)
-        if not arrived:
+            missing = [dial for dial in dials if not self._is_reached(dial)]
+            told = "; ".join(f"{d.address} ({d.outcome()})" for d in missing)
+        if missing and time.monotonic() >= deadline:
             raise ConnectTimeout(
-                f"could not greet within {self._settings.connect_timeout:g} s: "
-                f"{places}. Is a member of this group listening there? On a slow "
-                "network raise connect_timeout"
+                f"could not greet within {self._settings.connect_timeout:g} s: {told}. "
+                "Is a member of this group listening there? On a slow network raise "
+                "connect_timeout"
             )
         return not missing
 
     def keep(self) -> None:
         """Dial where somebody was and is no more; called from time to time."""
-        over = self._driver.lead.closing or self._mesh.replaced
-        if self._all_reached and not over:
-            self._begin_anew(None, "")
-
-    def _begin_anew(self, until: float | None, error: str) -> None:
+        if not self._all_reached or self._driver.lead.closing or self._mesh.replaced:
+            return
+        now = time.monotonic()
         with self._driver.lead.lock:
-            over = [dial for dial in self._dials if self._has_ended(dial)]
-        for old in over:
-            if old.refusal:
-                self._warn(
-                    (old.address, old.refusal),
-                    "who listens at %s of attach_to now refuses this member, which "
-                    "tries again: %s",
-                    old.address,
-                    old.error,
-                )
-            self._dials.remove(old)
-            new = Dial(old.routes, max_delay=ESTRANGED_DELAY, until=until)
-            new.error = error
-            self._begin(new)
+            reached = [p for p in self._places if self._is_reached(p.dial)]
+        for place in reached:
+            place.was_reached()
+        for place in self._ended():
+            if place.may_begin(now):
+                place.next_at = None
+                place.dial = Dial(place.dial.routes, max_delay=ESTRANGED_DELAY)
+                self._begin(place)
 
-    def _begin(self, dial: Dial) -> None:
-        self._dials.append(dial)
-        self._driver.run(functools.partial(self._mesh.dialling.start, dial))
+    def _begin(self, place: _Place) -> None:
+        start = self._mesh.dialling.start
+        self._driver.run(functools.partial(start, place.dial))
 
     def _is_reached(self, dial: Dial) -> bool:
         session = self._mesh.sessions.get(dial.incarnation)
         return session is not None and session.introduced
+
+    def _ended(self) -> list[_Place]:
+        with self._driver.lead.lock:
+            return [place for place in self._places if self._has_ended(place.dial)]
 
     def _has_ended(self, dial: Dial) -> bool:
         """Whether nothing more comes of it; the lock is held, as by all that look."""

@@ -301,8 +301,12 @@ class Greetings:
         try:
             if old is not None and old is dial.session and welcome.session == old.id:
                 mesh.resume(old, conn, welcome.received)
-            elif why := self._begin_dialled(conn, dial, welcome):
-                self._dialling.fail(conn, greeter, f"{conn.address}: {why}")
+            elif (refusal := self._begin_dialled(conn, dial, welcome)) is not None:
+                reason = f"{conn.address}: {refusal.text}"
+                if dial.blind and refusal.code == hs.NAME_TAKEN:  # by another peer
+                    self._dialling.refuse(dial, refusal.code, reason)
+                else:
+                    self._dialling.fail(conn, greeter, reason)
                 return
         except wire.Malformed as error:
             self._dialling.close(conn)
@@ -312,10 +316,13 @@ class Greetings:
             return
         del self._greeters[conn]
         dial.conn = None
+        dial.error = ""
         dial.done = True
         self._dialling.cancel_all(welcome.incarnation)
 
-    def _begin_dialled(self, conn: Conn, dial: Dial, welcome: Greeting) -> str:
+    def _begin_dialled(
+        self, conn: Conn, dial: Dial, welcome: Greeting
+    ) -> Refusal | None:
         """Begin the session that WELCOME grants; else why it does not begin."""
         mesh = self._mesh
         granted = [
@@ -325,9 +332,9 @@ class Greetings:
             and greeter.granted.greeting.incarnation == welcome.incarnation
         ]
         if granted and mesh.config.incarnation > welcome.incarnation:
-            return "it dials this member"  # and its own dial wins
+            return Refusal(hs.DUPLICATE, "it dials this member")  # and that one wins
         if (refusal := claim(mesh, welcome)) is not None:
-            return refusal.text
+            return refusal
         for other in granted:
             self._dialling.close(other)
         old = mesh.sessions.get(welcome.incarnation)
@@ -335,7 +342,7 @@ class Greetings:
             dial.session = None  # this dial goes on, in another session
             mesh.forget(old, "it has forgotten the session", superseded=True)
         mesh.establish(welcome, conn, welcome.session, dial)
-        return ""
+        return None
 
     def _refused(
         self, conn: Conn, greeter: Greeter, dial: Dial, refusal: Refusal, proven: bool
@@ -345,9 +352,9 @@ class Greetings:
         mesh.changed += 1
         code = refusal.code
         reason = f"{conn.address}: {refusal.text}"
-        if proven and (
-            code == hs.REPLACED or (code == hs.NAME_TAKEN and dial.returning)
-        ):
+        # Without a rendezvous nobody's life is a later one of this member's.
+        named = mesh.config.generation and code == hs.REPLACED
+        if proven and (named or (code == hs.NAME_TAKEN and dial.returning)):
             mesh.replace(refusal.text)
             self._dialling.refuse(dial, code, reason)
         elif not dial.returning and (code == hs.SECRET or (code in FATAL and proven)):
