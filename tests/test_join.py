@@ -621,12 +621,20 @@ def test_a_stranger_at_an_address_of_old_refuses_nobody() -> None:
             assert newcomer.stats()["mesh"]["unauthenticated"] == 1
 
 
-def recorded(queue: mq.MQ) -> tuple[Rendezvous, Record]:
-    """Where a member is recorded, and how."""
-    meeting, record = queue._joined.meeting, queue._joined.record
-    assert meeting is not None
-    assert record is not None
-    return meeting, record
+@contextlib.contextmanager
+def beside_a_stranger(
+    kind: str,
+) -> Iterator[tuple[dict[str, Any], mq.MQ, Rendezvous, Record]]:
+    """A group of one, "a": its options, a stranger of another group, and a's record."""
+    options: dict[str, Any] = {"group": f"{kind}-{os.getpid()}"}
+    with (
+        mq.connect("tcp", name="a", **options) as queue,
+        mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
+    ):
+        meeting, record = queue._joined.meeting, queue._joined.record
+        assert meeting is not None
+        assert record is not None
+        yield options, stranger, meeting, record
 
 
 def elsewhere(record: Record, stranger: mq.MQ, **changes: Any) -> Record:
@@ -646,12 +654,7 @@ def test_a_stranger_at_the_address_of_the_dead_refuses_nobody_while_they_are_rec
     name: str,
 ) -> None:
     """Its refusal proves nothing; the lease is waited for, as where nobody answers."""
-    options: dict[str, Any] = {"group": f"squatted-{os.getpid()}"}
-    with (
-        mq.connect("tcp", name="a", **options) as queue,
-        mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
-    ):
-        meeting, record = recorded(queue)
+    with beside_a_stranger("squatted") as (options, stranger, meeting, record):
         dead = elsewhere(record, stranger, lease=3.0)
         begin = time.monotonic()
         assert meeting.claim(dead).holder is None
@@ -663,12 +666,7 @@ def test_a_stranger_at_the_address_of_the_dead_refuses_nobody_while_they_are_rec
 @pytest.mark.parametrize("name", ["b", "elsewhere"])
 def test_who_is_refused_by_a_member_that_lives_is_told_why(name: str) -> None:
     """Its record is renewed after that, so it was no stranger."""
-    options: dict[str, Any] = {"group": f"refused-{os.getpid()}"}
-    with (
-        mq.connect("tcp", name="a", **options) as queue,
-        mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
-    ):
-        meeting, record = recorded(queue)
+    with beside_a_stranger("refused") as (options, stranger, meeting, record):
         other = elsewhere(record, stranger, lease=60.0)
         other = meeting.claim(other).record
         done = threading.Event()
@@ -690,12 +688,7 @@ def test_who_is_refused_by_a_member_that_lives_is_told_why(name: str) -> None:
 @pytest.mark.parametrize("name", ["b", "elsewhere"])
 def test_a_refusal_that_is_doubted_is_told_when_the_time_is_up(name: str) -> None:
     """A wrong secret is more likely than a stranger, where connect cannot wait."""
-    options: dict[str, Any] = {"group": f"doubted-{os.getpid()}"}
-    with (
-        mq.connect("tcp", name="a", **options) as queue,
-        mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
-    ):
-        meeting, record = recorded(queue)
+    with beside_a_stranger("doubted") as (options, stranger, meeting, record):
         assert meeting.claim(elsewhere(record, stranger, lease=60.0)).holder is None
         told = "'elsewhere' at tcp://.* secret .it, or a stranger who has that address"
         with pytest.raises(mq.AuthenticationFailed, match=told):
@@ -707,12 +700,7 @@ def test_a_stranger_at_one_of_its_addresses_does_not_speak_for_a_member(
     name: str,
 ) -> None:
     """Which answers at another: it is met, and has its name."""
-    options: dict[str, Any] = {"group": f"beside-{os.getpid()}"}
-    with (
-        mq.connect("tcp", name="a", **options) as queue,
-        mq.connect("tcp", group="g", listen="tcp://127.0.0.1:0") as stranger,
-    ):
-        meeting, record = recorded(queue)
+    with beside_a_stranger("beside") as (options, stranger, meeting, record):
         first = elsewhere(record, stranger)
         both = (*first.addresses, *record.addresses)
         assert meeting.renew(
