@@ -16,7 +16,6 @@ from mq.settings import Settings
 
 logger = Log(__name__)
 
-
 FIRST_PAUSE: Final = 0.02
 """Seconds before who has ended is dialled again while `connect` waits; then doubled."""
 MOST_PAUSE: Final = 0.5
@@ -137,7 +136,8 @@ class Attached:
 
     def keep(self) -> None:
         """Dial where somebody was and is no more; called from time to time."""
-        if not self._all_reached or self._driver.lead.closing or self._mesh.replaced:
+        kept = self._places and self._all_reached
+        if not kept or self._driver.lead.closing or self._mesh.replaced:
             return
         now = time.monotonic()
         with self._driver.lead.lock:

@@ -36,7 +36,8 @@ def bury(mesh: Mesh, session: Session) -> None:
     else:
         mesh.stats.forgotten += 1
         # Who was replaced is not heard by others, which are not to blame.
-        say = logger.debug if mesh.replaced else logger.warning
+        quiet = mesh.replaced and not undelivered
+        say = logger.debug if quiet else logger.warning
         say("gave up %s: %s%s", session.name, reason, undelivered)
         if not superseded:
             mesh.dialling.dial_estranged(session)
