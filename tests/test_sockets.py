@@ -68,6 +68,10 @@ def _repeats(fd: int) -> int:
     return sockets.repeats(fd, os.fstat(fd).st_ino)
 
 
+def _send_ahead(fd: int) -> object:
+    return sockets.let_send_ahead(fd, 1 << 20)
+
+
 def _control(sock: socket.socket) -> bytes:
     """How its congestion is controlled."""
     option = socket.IPPROTO_TCP, socket.TCP_CONGESTION
@@ -101,6 +105,7 @@ LOOKS: list[Callable[[int], object]] = [
     sockets.quiet_seconds,
     sockets.is_within_host,
     sockets.unpace,
+    _send_ahead,
     _received,
     _shut,
     _repeats,

@@ -8,8 +8,10 @@ import os
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import zmq
@@ -21,6 +23,7 @@ import transports.zmq
 from mq.addresses import split
 from mq.errors import TransportUnavailable
 from mq.mesh.poller import Poller
+from mq.stream.sockets import copy_of
 from mq.testing.link_world import PATIENCE, World
 from mq.transport import MAX_HEAD_BYTES, Conn, What
 from transports._zmq_conns import LEAD_BYTES, WHOLE_BYTES, Dialled
@@ -101,6 +104,19 @@ def test_more_is_under_way_to_another_host(
     """Its answers take longer, and the wire would be idle meanwhile."""
     monkeypatch.setattr("transports._zmq_conns.is_within_host", lambda fd: False)
     assert _limits(wire) == {(WHOLE_BYTES - LEAD_BYTES, most)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+@pytest.mark.parametrize(("wire", "is_raised"), [("ipc", True), ("tcp", False)])
+def test_the_kernel_takes_much_of_a_body_ahead(wire: str, is_raised: bool) -> None:
+    """Of a unix socket, once it is a member's; that of TCP grows by itself."""
+    most = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    with World(functools.partial(ZmqLink, wires=(wire,))) as world:
+        for conn in world.connect():
+            conn.guard(None)
+            with copy_of(conn.fd) as sock:
+                held = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            assert (held == 2 * min(most, 1 << 20)) is is_raised
 
 
 @pytest.mark.parametrize("wire", ["ipc", "tcp"])

@@ -151,6 +151,17 @@ def unpace(fd: int) -> None:
                 sock.setsockopt(*option, b"reno")
 
 
+def let_send_ahead(fd: int, nbytes: int) -> None:
+    """Have a unix socket take as much before its reader must run; others as they are.
+
+    No more than the system allows each user (``net.core.wmem_max``), and twice the
+    number, as the kernel counts what it needs itself.
+    """
+    with contextlib.suppress(OSError), copy_of(fd) as sock:
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+
+
 def received_bytes(fd: int, known: int) -> int | None:
     """How much has come to a TCP socket in all; None: it is none, or not Linux.
 
