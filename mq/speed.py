@@ -7,6 +7,7 @@ in the environment Python is used all the same.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
 import threading
@@ -34,6 +35,26 @@ if TYPE_CHECKING:
     from mq.message import Message
 
 COMPILED: Final = _speed is not None
+
+
+class _Complete:
+    """The compiled part; an error with a remedy where it lacks what is asked of it."""
+
+    def __init__(self, module: object) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(self._module, name):
+            return getattr(self._module, name)
+        raise ImportError(
+            f"{getattr(self._module, '__file__', self._module)} is older than the rest "
+            f"of mq: it has no {name}. Install it again with pip, as it was installed "
+            "before, or set MQ_COMPILED=0 to do without it"
+        )
+
+
+if COMPILED and not TYPE_CHECKING:
+    _speed = _Complete(_speed)  # an editable install is not built anew by `git pull`
 
 
 class Spinner(Protocol):
@@ -84,8 +105,11 @@ def _follow(
     return max(filled, done)
 
 
+_decode_compiled: Final[Any] = _speed.decode_run if COMPILED else None
+
+
 def _decode_run(*run: Any) -> list[Message]:
-    found: list[Message] = _speed.decode_run(*run)
+    found: list[Message] = _decode_compiled(*run)
     return found or plain.decode_run(*run)  # which takes what is rare
 
 
@@ -109,7 +133,9 @@ def _nothing(*arguments: object) -> None:
 
 Gate: Final[type[gate.Gate]] = _speed.Gate if COMPILED else gate.Gate
 Bell: Final[type[bell.Bell]] = _speed.Bell if COMPILED else bell.Bell
-SPINNER: Final[Callable[[int], Spinner] | None] = getattr(_speed, "Spinner", None)
+SPINNER: Final[Callable[[int], Spinner] | None] = (
+    _speed.Spinner if COMPILED and hasattr(select, "epoll") else None
+)
 """Makes a `Spinner` of an epoll set; None where none is compiled, or there is no epoll.
 
 Raises:

@@ -100,6 +100,20 @@ def test_what_the_environment_asks_for_is_not_guessed_at(asked: str) -> None:
     assert output_of(code).strip() == f"MQ_COMPILED is {asked!r}, but must be 0 or 1"
 
 
+def test_a_compiled_part_that_is_older_than_the_rest_is_named_with_a_remedy() -> None:
+    """As after `git pull` where the installation is editable."""
+    code = (
+        "import sys, types\n"
+        "stale = sys.modules['mq._speed'] = types.ModuleType('mq._speed')\n"
+        "stale.__file__ = 'mq/_speed.so'\n"
+        "try:\n    import mq\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    told = output_of(code)
+    assert "mq/_speed.so is older than the rest of mq: it has no" in told
+    assert "with pip" in told and "MQ_COMPILED=0" in told
+
+
 @needs_compiled
 def test_it_is_used_where_it_is_there() -> None:
     """And not only built."""
