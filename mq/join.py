@@ -187,7 +187,7 @@ def join(
     check_patches()
     check_descriptors()
     link = _link(settings, options)
-    settings = settings.of_scheme(link.scheme)
+    settings = settings.as_given_to(link)
     meeting: Rendezvous | None = None
     poller = Poller()
     if link.capabilities.reach == "process":

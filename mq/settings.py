@@ -9,12 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from mq import addresses, process, registry
+from mq import process, registry
 from mq.errors import AuthenticationFailed, MQError
 from mq.options import listed, switch, whole
 from mq.seconds import positive_seconds
+
+if TYPE_CHECKING:
+    from mq.transport import Link
 
 FOUR_GIB: Final = 4 << 30
 MAX_LABELS_BYTES: Final = 24 * 1024
@@ -73,12 +76,12 @@ class Settings:
         listen = self.listen and self.sources["listen"] == "argument"
         return self.rendezvous is None and bool(listen or self.attach_to)
 
-    def of_scheme(self, scheme: str) -> Settings:
-        """The same, with addresses as the link over TCP has them: see `Link.scheme`."""
+    def as_given_to(self, link: Link) -> Settings:
+        """The same, with addresses as the link has them."""
         return replace(
             self,
-            listen=tuple(addresses.of_scheme(a, scheme) for a in self.listen),
-            attach_to=tuple(addresses.of_scheme(a, scheme) for a in self.attach_to),
+            listen=tuple(map(link.given, self.listen)),
+            attach_to=tuple(map(link.given, self.attach_to)),
         )
 
 

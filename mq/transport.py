@@ -32,6 +32,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from mq import speed
+from mq.addresses import of_scheme
 
 if TYPE_CHECKING:
     from mq.devices import Piece
@@ -53,7 +54,7 @@ CHUNK_BYTES = 1024 * 1024
 """The default size of a body: measured best on ZeroMQ, NNG and plain sockets alike."""
 
 PIECE_BYTES = 32 * 1024 * 1024
-"""The default size of a body that is a tensor. With less, what a message costs in the
+"""The default size of a tensor that is a body: with less, what a message costs in the
 engine would show; with more, other topics' messages would wait for it."""
 
 
@@ -186,8 +187,7 @@ class Conn(ABC):
         """Copy the body into `into`, writable, of exactly the body's size.
 
         Returns:
-            True once the whole body is there; False: call again with the same view
-            after the next READABLE.
+            Whether all of it is there; else call again so after the next READABLE.
         """
 
     def take_body(self) -> memoryview | None:
@@ -212,8 +212,7 @@ class Conn(ABC):
     def lend(self, segment: Segment) -> bool:
         """Let the peer map a segment of `Link.lender`, once; never wait.
 
-        Returns:
-            As `try_send`. What is sent after True finds the segment mapped.
+        Returns as `try_send`: what is sent after True finds the segment mapped.
         """
         raise TypeError(f"{type(self).__name__} lends no memory")
 
@@ -310,6 +309,10 @@ class Link(ABC):
         """Why this transport cannot work on this host, in words, or None."""
         return None
 
+    def given(self, address: str) -> str:
+        """One of `listen` or `attach_to` as the link has it, whoever listens there."""
+        return of_scheme(address, self.scheme)
+
     @abstractmethod
     def open(
         self, poller: Poller, listen: Sequence[str], directory: str | None
@@ -319,10 +322,8 @@ class Link(ABC):
         Args:
             poller: Where the link registers the file descriptors that become readable
                 when `poll` has something to report.
-            listen: Addresses to listen on; empty: the link's own default, which is
-                reachable from this host only.
-            directory: A directory of mode 0700 for socket files; None where the
-                link must make its own.
+            listen: Addresses to listen on; empty: a default that no other host reaches.
+            directory: Of mode 0700, for socket files; None: the link must make one.
 
         Returns:
             The addresses under which peers reach this link, ports resolved, best first.
@@ -386,8 +387,7 @@ class Link(ABC):
     def close(self, linger: float = LINGER_SECONDS) -> None:
         """Close every connection and listener, remove socket files. Idempotent.
 
-        Args:
-            linger: Seconds for which what `try_send` accepted before may still be sent.
+        What `try_send` accepted before may still be sent for `linger` seconds.
         """
 
     @abstractmethod

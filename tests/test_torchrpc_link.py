@@ -87,6 +87,22 @@ def test_a_malformed_address_is_a_value_error(address: str) -> None:
         net.split(address)
 
 
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("torchrpc://[::1]:5/ab", "torchrpc://[::1]:5"),
+        ("tcp://h:5/ab", "torchrpc://h:5"),
+        ("torchrpc://h:5", "torchrpc://h:5"),
+        ("torchrpc://abcd", "torchrpc://abcd"),
+        ("torchrpc://h:1/NO", "torchrpc://h:1/NO"),
+        ("ipc:///tmp/ab", "ipc:///tmp/ab"),
+    ],
+)
+def test_an_address_that_is_given_is_that_of_any_link(given: str, taken: str) -> None:
+    """Else who is begun anew there would never be met; what is none is named so."""
+    assert TorchRpcLink().given(given) == taken
+
+
 def test_routable_addresses_need_to_be_called_insecure() -> None:
     """A secret does not help against whoever reaches TensorPipe's port."""
     link = TorchRpcLink()

@@ -37,6 +37,14 @@ def split(address: str) -> tuple[str, int, str]:
     return parts[0].strip("[]"), parts[1], id
 
 
+def without_id(address: str) -> str:
+    """The same of whichever link listens there; what is no address stays as it is."""
+    try:
+        return address.removesuffix(f"/{split(address)[2]}")
+    except ValueError:
+        return address
+
+
 def remote_of(url: str) -> Remote | None:
     """Host and port of an agent's URL; None: it has none."""
     found = addresses.split_host_port(url.partition("://")[2])

@@ -172,10 +172,9 @@ class TorchRpcLink(Link):
         outside = any(not addresses.is_loopback(host) for host in hosts)
         if self.agent.url and outside and addresses.is_loopback(bound):
             raise OSError(
-                f"TensorPipe listens on {bound}, which it chose at its first start in "
-                "this process or by TP_SOCKET_IFNAME, where that names no interface "
-                "with a link, too; listen on a routable address with the first "
-                "torchrpc queue of the process"
+                f"TensorPipe listens on {bound}, as it chose when it first started in "
+                "this process, or by TP_SOCKET_IFNAME, even if that names no interface "
+                "with a link; give its first torchrpc queue a routable listen address"
             )
 
     def _listen(self, address: str) -> str:
@@ -192,12 +191,15 @@ class TorchRpcLink(Link):
             agent=agent.id,
             url=agent.url,
             worker=agent.worker,
-            channels=self.agent.options.channels,
+            channels=agent.options.channels,
             token=conn.token.hex(),
             link=link,
         )
 
     # -- connections ----------
+
+    def given(self, address: str) -> str:
+        return net.without_id(super().given(address))
 
     def dial(self, address: str) -> Conn:
         host, port, link = net.split(address)

@@ -160,20 +160,29 @@ class Group:
             not sockets that a proxy could stand in for.
         """
         first, second = self.unconnected(listener), self.unconnected(dialler)
-        self.connecting(first).result()
-        usual: str = first.call("describe")["addresses"][0]
-        free = another(usual, os.path.join(self.directory, _LISTEN_FILE))
-        if free is None:
-            self.connecting(second, **options).result()
-            return first, second, None
-        first.close()
         options = {"secret": "conformance", **options}
-        self.connecting(first, listen=(free,), **options).result()
-        address: str = first.call("describe")["addresses"][0]
+        address, is_socket = self.listening(first, **options)
+        if not is_socket:
+            self.connecting(second, attach_to=(address,), **options).result()
+            return first, second, None
         proxy = Proxy(address, os.path.join(self.directory, _PROXY_FILE))
         self._proxies.append(proxy)
         self.connecting(second, attach_to=(proxy.address,), **options).result()
         return first, second, proxy
+
+    def listening(self, member: Member, **options: Any) -> tuple[str, bool]:
+        """Connect a worker, which listens on an address that others may be given.
+
+        Returns:
+            The address; and whether it is a socket's.
+        """
+        self.connecting(member).result()
+        usual: str = member.call("describe")["addresses"][0]
+        free = another(usual, os.path.join(self.directory, _LISTEN_FILE))
+        member.close()
+        self.connecting(member, listen=(free or usual,), **options).result()
+        address: str = member.call("describe")["addresses"][0]
+        return address, free is not None
 
     def forget(self, member: Member) -> None:
         """A member that was killed and ended has no part in the end of the case."""
