@@ -124,6 +124,8 @@ def _check(fd: int, nbytes: int) -> None:
     # Without this seal its owner could end this process with a SIGBUS.
     if not seals & fcntl.F_SEAL_SHRINK:
         raise ValueError("a segment of shared memory is not sealed")
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+        raise ValueError("a segment of shared memory cannot be read")
     # Nor has the system a page of that size for every reader, or room beside the map.
     if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
         raise ValueError("a segment of shared memory is of huge pages alone")
