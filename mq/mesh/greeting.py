@@ -13,7 +13,7 @@ from mq.mesh.admission import claim, crowded, objection
 from mq.mesh.dial import Dial, Granted, Greeter
 from mq.mesh.faults import LinkFault, Message
 from mq.mesh.handshake import Greeting, Refusal
-from mq.transport import Event, What
+from mq.transport import MAX_HEAD_BYTES, Event, What
 
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 GREET_SECONDS: Final = 5.0
 """How long an accepted connection may take to greet."""
-STRANGER_BYTES: Final = 1 << 20
-"""What an accepted connection may send before its peer has proven who it is."""
+STRANGER_BYTES: Final = 2 * MAX_HEAD_BYTES
+"""What an accepted connection may send before its peer has proven who it is: its two
+frames, which have no body."""
 FATAL: Final = frozenset(
     {hs.VERSION, hs.SECRET, hs.GROUP, hs.BACKEND, hs.NAME_TAKEN, hs.REPLACED, hs.SELF}
 )
