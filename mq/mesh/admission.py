@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from mq.descriptors import free_descriptors
+from mq.log import printable
 from mq.mesh import handshake as hs
 from mq.mesh import wire
 from mq.mesh.config import CODEC_VERSION
@@ -36,8 +37,8 @@ def objection(mesh: Mesh, greeting: Greeting) -> Refusal | None:
     if greeting.group != config.group:
         return Refusal(
             hs.GROUP,
-            f"this is group {config.group!r}, not {greeting.group!r}; check the "
-            "addresses",
+            f"this is group {config.group!r}, not {printable(greeting.group)!r}; check "
+            "the addresses",
         )
     if greeting.incarnation == config.incarnation:
         return Refusal(hs.SELF, "this is the same member")
@@ -45,7 +46,7 @@ def objection(mesh: Mesh, greeting: Greeting) -> Refusal | None:
         return Refusal(
             hs.BACKEND,
             f"group {config.group!r} uses backend {config.backend!r}, not "
-            f"{greeting.backend!r}; connect with the same backend",
+            f"{printable(greeting.backend)!r}; connect with the same backend",
         )
     codec = greeting.versions.get("codec")
     if codec != CODEC_VERSION:
