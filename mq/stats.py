@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from mq.mesh.mesh import Mesh
@@ -119,6 +120,11 @@ class LendingStats(NamedTuple):
     waits: int
 
 
+_TOPIC: Final = tuple(field.name for field in fields(TopicStats))
+_counters: Final = attrgetter(*_TOPIC)  # a tenth of the time of `asdict`, of thousands
+_UNUSED: Final = _counters(TopicStats())
+
+
 def _of_peer(session: Session) -> dict[str, int | str]:
     return {
         "wire": session.wire,
@@ -140,9 +146,10 @@ def of_mesh(mesh: Mesh, waited: Mapping[str, float]) -> dict[str, Any]:
     for name, topic in mesh.publisher.topics.items():
         topic.stats.published = topic.newest + 1
         topic.stats.published_bytes = topic.total()
-        used = topic.feeds or name in mesh.subscriber.topics
-        if used or topic.stats != TopicStats():
-            counters = topics[name] = asdict(topic.stats)
+        counted = _counters(topic.stats)
+        if topic.feeds or name in mesh.subscriber.topics or counted != _UNUSED:
+            counters: dict[str, Any] = dict(zip(_TOPIC, counted, strict=True))
+            topics[name] = counters
             counters["blocked_seconds"] += waited.get(name, 0.0)
             counters["dropped"] += replaced[name]
             feeds = {feed.session.name: feed for feed in topic.feeds}
