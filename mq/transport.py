@@ -67,8 +67,7 @@ class Capabilities:
         devices: Kinds of memory it moves without staging: a subset of {"cpu", "cuda"}.
         survives_fork: Whether `connect` works in a forked child of a process that
             already used this transport.
-        separate_processes: Whether members are processes; False means that members are
-            threads of one process, so that process death and fork cannot be shown.
+        separate_processes: Whether members are processes; else they are one's threads.
         encrypted: Whether what travels is encrypted.
         zero_copy: Whether `subscribe(zero_copy=True)` gives views of the publisher's
             memory, and `loan` memory that is published without a copy.
@@ -103,12 +102,14 @@ class Event:
         reason: Text for LOST.
         refused: For LOST, whether the two ends do not fit and never will, such as for
             their versions or options: a `connect` that dials ends by ConnectRefused.
+        malformed: For LOST, whether the peer has sent what no member does.
     """
 
     what: What
     conn: Conn
     reason: str = ""
     refused: bool = False
+    malformed: bool = False
 
 
 class Conn(ABC):
@@ -250,10 +251,9 @@ class Conn(ABC):
         return None
 
     def describe(self) -> Mapping[str, str]:
-        """What else people should know of this connection: how, and with whom.
+        """For `MQ.describe` and the log, such as a device map or a certificate's name.
 
-        For `MQ.describe` and the log, such as a device map or the name in the peer's
-        certificate; asked under the mesh's lock once messages travel.
+        Asked under the mesh's lock, once messages travel.
         """
         return {}
 

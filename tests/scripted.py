@@ -237,9 +237,11 @@ class ScriptedLink(Link):
     def rank(self, addresses: Sequence[str], same_host: bool) -> list[str]:
         return [a for a in addresses if a.startswith("script://")]
 
-    def report(self, what: What, conn: ScriptedConn, reason: str = "") -> None:
+    def report(
+        self, what: What, conn: ScriptedConn, reason: str = "", malformed: bool = False
+    ) -> None:
         """Have the next `poll` report this."""
-        self._events.append(Event(what, conn, reason))
+        self._events.append(Event(what, conn, reason, malformed=malformed))
 
     def has_news(self) -> bool:
         """Whether `poll` would report anything."""

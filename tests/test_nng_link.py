@@ -102,7 +102,7 @@ def test_a_malformed_message_breaks_only_the_connection_it_came_on(
             pair.send(said)
         world.until(lambda: len(member.conns(What.ACCEPTED)) == 2, "the raw socket")
         hostile = member.conns(What.ACCEPTED)[1]
-        world.lost(1, hostile)
+        assert world.lost(1, hostile).malformed
         assert member.received[hostile] == [(b"well-formed", b"")]
         assert member.link.malformed >= 1
         world.send(dialled, b"undisturbed", b"body")

@@ -5,9 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from world import World
 
+from mq import strangers
 from mq.log import MOST_STRANGERS
+from mq.mesh import handshake as hs
 from mq.stream import listening
+from mq.transport import What
 
 
 def test_each_reason_is_told_once_for_a_host(
@@ -40,7 +44,7 @@ def test_many_hosts_do_not_fill_the_log(
 ) -> None:
     """After an hour it is said again, and of others."""
     now = [0.0]
-    monkeypatch.setattr(listening, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(strangers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     refusals = listening.Refusals()
     for _ in range(2):
         caplog.clear()
@@ -48,4 +52,37 @@ def test_many_hosts_do_not_fill_the_log(
             refusals.tell(f"tcp://10.0.0.{host}:7", "sent nothing", misfit=False)
             refusals.tell(f"tcp://10.0.0.{host}:7", "version 2", misfit=True)
         assert len(caplog.messages) == 2 * MOST_STRANGERS
-        now[0] += listening.FORGET_SECONDS
+        now[0] += strangers.FORGET_SECONDS
+
+
+def test_a_member_tells_once_of_a_host_that_tries_again_and_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """From another port each time; others are told of all the same."""
+    refused = World("a")["a"].mesh.setbacks
+    for port in range(2 * MOST_STRANGERS):
+        refused.strange(hs.SECRET, "", f"tcp://10.0.0.1:{port}", "another secret")
+    refused.strange(hs.SECRET, "", "tcp://10.0.0.2:1", "another secret")
+    first, second = caplog.messages
+    assert "unknown peer at tcp://10.0.0.1:0: another secret" in first
+    assert "unknown peer at tcp://10.0.0.2:1: another secret" in second
+
+
+def test_what_a_member_does_wrong_on_its_link_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By name and reason, which are cut; what breaks by itself is not."""
+    world = World("a")
+    world.join("b")
+    world.settle()
+    a = world["a"]
+    for reason, is_malformed in [("reset", False), ("g" * 9999, True), ("more", True)]:
+        (session,) = a.mesh.sessions.values()
+        assert session.conn is not None
+        a.link.report(What.LOST, session.conn, reason, is_malformed)
+        world.advance(1.0)
+    (said,) = caplog.messages
+    assert said.startswith("dropped a connection of b at")
+    assert "ggg" in said
+    assert len(said) < 700
+    assert session.stats.malformed == 2

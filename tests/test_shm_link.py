@@ -315,6 +315,15 @@ def grows_only() -> int:
     return fd
 
 
+def write_only() -> int:
+    fd = memfd()
+    seal(fd)
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+    finally:
+        os.close(fd)
+
+
 def too_short() -> int:
     fd = memfd(SIZE - 1)
     seal(fd)
@@ -352,14 +361,15 @@ FAKES: list[MakeDescriptor] = [
     memfd,
     functools.partial(memfd, flags=0),
     grows_only,
+    write_only,
     too_short,
     empty,
 ]
 
 
 def broken(world: World, conn: ShmConn) -> str:
-    """Pump until the connection is lost; why it was."""
-    world.lost(0, conn)
+    """Pump until the connection is lost for what its peer did; why it was."""
+    assert world.lost(0, conn).malformed
     return conn.reason
 
 

@@ -425,7 +425,7 @@ def test_a_malformed_batch_breaks_only_its_connection(heads: Any, bodies: Any) -
         world.until(lambda: hostile in member.received, "the message before")
         assert isinstance(member.link, TorchRpcLink)
         assert call(member.link, rpc_conn(hostile).token, 1, heads, bodies) is False
-        world.lost(1, hostile)
+        assert world.lost(1, hostile).malformed
         assert member.link.malformed == 1
         world.send(dialled, b"undisturbed", b"body")
         world.until(lambda: accepted in member.received, "the others' message")

@@ -147,7 +147,7 @@ def test_a_malformed_message_breaks_only_the_connection_it_came_on(
         dealer.send_multipart(parts)
         dealer.send(b"too late")
         hostile = member.conns(What.ACCEPTED)[1]
-        world.lost(1, hostile)
+        assert world.lost(1, hostile).malformed
         assert member.received[hostile] == [(b"well-formed", b"")]
         assert isinstance(member.link, ZmqLink)
         assert member.link.malformed >= 1

@@ -61,7 +61,7 @@ class NngConn(Conn):
         self._body = 0  # where in the message it begins; 0: there is none
         self._taking = False
         self._room_fd = -1
-        self._refused = False
+        self._refused = self._broke_rules = False
         self._broken = False  # the wire; the engine may still hold messages
         self._phase = _OPENING
         self._said_bye = False
@@ -127,6 +127,7 @@ class NngConn(Conn):
 
     def _malformed(self, what: str, *, misfit: bool = False) -> None:
         self._link.malformed += 1
+        self._broke_rules = True
         self.fail(f"the peer sent {what}, which no member does")
         if self.news is What.ACCEPTED:  # else LOST tells of it
             self._link.refusals.tell(self.address, self.reason, misfit=misfit)
@@ -233,7 +234,8 @@ class NngConn(Conn):
             told = self._phase == _LOST
             self.drop()
             if told:
-                yield Event(What.LOST, self, self.reason)
+                broke = self._broke_rules
+                yield Event(What.LOST, self, self.reason, malformed=broke)
 
     def _greeted(self) -> bool:
         """Take the peer's first message, which says hello."""

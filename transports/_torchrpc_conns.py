@@ -333,7 +333,7 @@ class RpcConn(ReadingConn):
                 return  # the mesh comes back, after others had their turn
         if self._body is None and self._over():
             self._shut()
-            yield Event(What.LOST, self, self.reason, self.refused)
+            yield Event(What.LOST, self, self.reason, self.refused, self.broke_rules)
 
     def _next_event(self) -> Event | None:
         if self._first is not None:

@@ -21,7 +21,7 @@ class ReadingConn(Conn):
     """The part of a connection that hands out messages."""
 
     keeps_body: ClassVar[bool] = True
-    closed = False
+    closed = broke_rules = False
     _link: TorchRpcLink
     _arrivals: Arrivals
     _body: Body = None
@@ -42,6 +42,7 @@ class ReadingConn(Conn):
     def malformed(self) -> None:
         """Count what no peer sends, and break the connection."""
         self._link.malformed += 1
+        self.broke_rules = True
         self.fail("the peer sent what no member does")
 
     def _sort(self) -> bool:

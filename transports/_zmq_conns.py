@@ -168,6 +168,7 @@ class ZmqConn(Conn):
         self.writable = Event(What.WRITABLE, self)
         self.reason = ""  # why it is lost or closed
         self.finished = False  # nothing more is read from it
+        self.broke_rules = False
         self.body_nbytes = 0
 
     def describe(self) -> Mapping[str, str]:
@@ -183,6 +184,7 @@ class ZmqConn(Conn):
     def _malformed(self, what: str) -> None:
         self.port.drain()
         self.port.link.malformed += 1
+        self.broke_rules = True
         self.fail(f"the peer sent {what}, which no member does", finished=True)
 
     def interrupted(self) -> None:
@@ -377,7 +379,8 @@ class Dialled(ZmqConn):
                 del busy[port]
                 if self.reason:
                     self._shut(0.0)
-                    yield Event(What.LOST, self, self.reason)
+                    broke = self.broke_rules
+                    yield Event(What.LOST, self, self.reason, malformed=broke)
                 return
 
     def _shut(self, linger: float) -> None:

@@ -177,7 +177,8 @@ class Router:
             if drained or conn.finished or self.port.taken - mark > turns:
                 if self.accepted.get(conn.identity) is conn:
                     self.dismiss(conn)
-                    yield Event(What.LOST, conn, conn.reason)
+                    broke = conn.broke_rules
+                    yield Event(What.LOST, conn, conn.reason, malformed=broke)
 
     def dismiss(self, conn: Accepted) -> None:
         """Forget a connection, and ask the peer to break it."""

@@ -234,7 +234,10 @@ class Mesh:
             session.blocked = session.fault is not None
             self.changed += 1
         elif event.what is What.LOST:
-            self.disconnect(session, printable(event.reason or "connection lost"))
+            reason = printable(event.reason or "connection lost")
+            if event.malformed:
+                self.setbacks.broke_rules(session, reason)
+            self.disconnect(session, reason)
 
     def _tick(self, now: float) -> None:
         self._next_tick = self.liveness.next_tick(now)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mq.log import MOST_STRANGERS, Log, WarnOnce
+from mq.log import Log, WarnOnce, printable
 from mq.mesh import handshake as hs
+from mq.strangers import WarnOfStrangers
 
 if TYPE_CHECKING:
     from mq.mesh.faults import LinkFault
@@ -27,6 +28,7 @@ before the session is given up."""
 REST_SECONDS: Final = 0.25
 """How long a session rests, for which there was no memory or whose link has failed."""
 _STRANGE: Final = frozenset({hs.VERSION, hs.SECRET, hs.GROUP, hs.BACKEND})
+_UNKNOWN: Final = "an unknown address"
 NO_MEMORY: Final = "the system has no memory"
 """A MemoryError of Python's says nothing."""
 
@@ -64,7 +66,7 @@ class Setbacks:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._warn = WarnOnce(logger)
-        self._strangers: dict[str, WarnOnce] = {}
+        self._strangers: dict[str, WarnOfStrangers] = {}
 
     def malformed(self, session: Session, error: Malformed) -> None:
         """A peer broke the protocol."""
@@ -76,6 +78,11 @@ class Setbacks:
             mesh.forget(session, f"malformed frames: {error}")
         else:
             mesh.disconnect(session, f"malformed frame: {error}")
+
+    def broke_rules(self, session: Session, reason: str) -> None:
+        """A peer broke the link's rules, which has ended its connection."""
+        session.stats.malformed += 1  # the link has counted it, too
+        self.complain("a connection", session.name, session.wire, reason)
 
     def unread(self, session: Session, error: LinkFault) -> None:
         """The link has failed at a frame of a peer's."""
@@ -145,21 +152,19 @@ class Setbacks:
             self.complain(f"a handshake with another {code}", who, address, error)
 
     def complain(self, what: str, who: str, address: str, error: object) -> None:
-        """Log what a peer did wrong, once per peer and what was dropped for it.
+        """Log what a peer did wrong, once for each peer and what was dropped for it.
 
         Args:
             what: What was dropped: one of a few texts.
             who: The peer's name; "": not known, so that its address has to do.
         """
-        warn = self._warn
-        if not who:
-            few = WarnOnce(logger, MOST_STRANGERS)
-            warn = self._strangers.setdefault(what, few)
-        warn(
-            (what, who or address),
-            "dropped %s of %s at %s: %s (further ones are only counted)",
-            what,
-            who or "an unknown peer",
-            address or "an unknown address",
-            str(error),  # a log that keeps it must not keep its traceback
-        )
+        said = "dropped %s of %s at %s: %s (%s)"
+        why = printable(str(error))  # a log that keeps it must not keep its traceback
+        if who:
+            rest = "further ones are only counted"
+            self._warn((what, who), said, what, who, address or _UNKNOWN, why, rest)
+            return
+        rest = "told once an hour for a host; further ones are counted"
+        strangers = self._strangers.setdefault(what, WarnOfStrangers(logger))
+        nobody = "an unknown peer"
+        strangers(address, why, said, what, nobody, address or _UNKNOWN, why, rest)

@@ -206,7 +206,7 @@ class StreamConn(Framing):
         told = self.news is not What.ACCEPTED
         self.drop()
         if told:
-            yield Event(What.LOST, self, self.reason, self.refused)
+            yield Event(What.LOST, self, self.reason, self.refused, self.broke_rules)
 
     def end(self, reason: str) -> None:
         self.reason = self.reason or reason

@@ -86,6 +86,7 @@ class DescriptorConn(StreamConn):
             )
         if len(self.descriptors) > self.max_descriptors:
             self._link.malformed += 1
+            self.broke_rules = True
             raise OSError(
                 f"the peer passed more than {self.max_descriptors} descriptors that no "
                 "message of its took"

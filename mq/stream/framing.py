@@ -71,6 +71,7 @@ class Framing(Conn):
         self._borrows = False  # the last of the rest is the caller's memory
         self._aside = bytearray()
         self._refused = False
+        self.broke_rules = False
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # of what was received and not taken
@@ -345,6 +346,7 @@ class Framing(Conn):
     def turn_away(self, reason: str) -> None:
         """Nothing more of the peer is read, whatever it has sent."""
         self._link.malformed += 1
+        self.broke_rules = True
         self._start = self._end = self._body = self._skip = 0
         self._exhausted = True
         self.end(reason)

@@ -6,12 +6,12 @@ import select
 import socket
 import time
 from abc import abstractmethod
-from collections import Counter
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from mq.addresses import origin
 from mq.descriptors import most_open, out_of_descriptors, pushed_out
-from mq.log import MOST_CHARACTERS, MOST_STRANGERS, Log, WarnOnce, printable
+from mq.log import Log, printable
+from mq.strangers import WarnOfStrangers
 from mq.stream.watching import Watching
 from mq.transport import Link, What
 
@@ -25,10 +25,6 @@ _BACKLOG: Final = 1024
 _ACCEPTS: Final = 32  # at a time, before the others have their turn
 _STRANGERS: Final = 128
 _GREETING_SECONDS: Final = 5.0
-FORGET_SECONDS: Final = 3600.0
-"""How long it is known what was told of strangers; then it may be said again."""
-_REASONS: Final = 8
-"""To refuse strangers of one host: they may send something else each time."""
 
 
 class Complaint:
@@ -51,20 +47,11 @@ class Complaint:
 
 
 class Refusals:
-    """Tells the log of strangers that are refused, each once an hour, not of too many.
-
-    Who does not know that it was refused tries again, from another port each time: of
-    those each reason is told of once for a host, so that a probe there hides no member.
-    """
+    """Tells the log of strangers that are refused: see `WarnOfStrangers`."""
 
     def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self._misfits = WarnOnce(logger, MOST_STRANGERS)
-        self._strays = WarnOnce(logger, MOST_STRANGERS)
-        self._reasons: Counter[str] = Counter()
-        self._until = time.monotonic() + FORGET_SECONDS
+        self._misfits = WarnOfStrangers(logger, each=True)
+        self._strays = WarnOfStrangers(logger)
 
     def tell(self, address: str, why: str, *, misfit: bool) -> None:
         """Say so.
@@ -73,17 +60,8 @@ class Refusals:
             misfit: Whether it is of another version, which it is told; else it may be
                 anything.
         """
-        if time.monotonic() >= self._until:
-            self._begin()
-        why = why[:MOST_CHARACTERS]  # which may be what it has sent
-        shown = printable(why)
-        host = origin(address)
-        if misfit:
-            self._misfits(address, "refused %s: %s", address, shown)
-        elif self._reasons[host] < _REASONS:
-            key = host, why.replace(address, host)
-            if self._strays(key, "refused %s: %s", address, shown):
-                self._reasons[host] += 1
+        warn = self._misfits if misfit else self._strays
+        warn(address, why, "refused %s: %s", address, printable(why))
 
 
 class Listener(Protocol):

@@ -133,10 +133,15 @@ class World:
         """Pump until so many messages were received."""
         self.until(lambda: len(received) >= count, f"{count} messages")
 
-    def lost(self, member: int, conn: Conn) -> None:
+    def lost(self, member: int, conn: Conn) -> Event:
         """Pump until the connection is reported LOST, with a reason."""
         events = self.members[member].events
-        self.until(
-            lambda: any(e.what is What.LOST and e.conn is conn for e in events), "LOST"
-        )
+        found: list[Event] = []
+
+        def is_lost() -> bool:
+            found[:] = [e for e in events if e.what is What.LOST and e.conn is conn]
+            return bool(found)
+
+        self.until(is_lost, "LOST")
         assert all(e.reason for e in events if e.what is What.LOST)
+        return found[0]

@@ -1,0 +1,56 @@
+"""Who comes to a member and whom nobody knows by name, as the log tells of them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Final
+
+from mq.addresses import origin
+from mq.log import MOST_CHARACTERS, MOST_STRANGERS, Log, WarnOnce
+
+FORGET_SECONDS: Final = 3600.0
+"""How long it is known what was told of strangers; then it may be said again."""
+_REASONS: Final = 8
+"""Of one host: they may send something else each time."""
+
+
+class WarnOfStrangers:
+    """Has a log say what is wrong with strangers, each once an hour, not of too many.
+
+    Who does not know that it was refused tries again, from another port each time: of
+    those each reason is told of once for a host, so that a probe there hides no member.
+
+    Args:
+        log: Where.
+        each: They are told of it, and end: who comes from another port is another.
+    """
+
+    def __init__(self, log: Log, *, each: bool = False) -> None:
+        self._log = log
+        self._each = each
+        self._begin()
+
+    def _begin(self) -> None:
+        self._warn = WarnOnce(self._log, MOST_STRANGERS)
+        self._reasons: Counter[str] = Counter()
+        self._until = time.monotonic() + FORGET_SECONDS
+
+    def __call__(self, address: str, why: str, text: str, *args: object) -> None:
+        """Warn of one.
+
+        Args:
+            address: Where it comes from.
+            why: What it has done, which may have its address in it.
+        """
+        if time.monotonic() >= self._until:
+            self._begin()
+        if self._each:
+            self._warn(address, text, *args)
+            return
+        host = origin(address)
+        why = why[:MOST_CHARACTERS]  # which may be what it has sent
+        if address:
+            why = why.replace(address, host)
+        if self._reasons[host] < _REASONS and self._warn((host, why), text, *args):
+            self._reasons[host] += 1
