@@ -22,6 +22,8 @@ MOST_PAUSE: Final = 0.5
 REFUSED_SECONDS: Final = 2.0
 """The same after a refusal, while the queue lives: its log has others to tell of."""
 MOST_REFUSED_SECONDS: Final = 60.0
+LONG_SECONDS: Final = 10.0
+"""After so long without whoever listens at an address the log tells why."""
 
 
 class _Place:
@@ -32,6 +34,8 @@ class _Place:
         refused: Code of the refusal that was told of; "": none since it was reached.
         pause: Seconds between dials that are refused.
         next_at: When one that was refused is begun anew, by `time.monotonic`, or None.
+        told_at: When it is told of that nobody is reached there, by the same; None: not
+            before somebody was. Of a refusal it is told at once.
     """
 
     def __init__(self, dial: Dial) -> None:
@@ -39,11 +43,26 @@ class _Place:
         self.refused = ""
         self.pause = REFUSED_SECONDS
         self.next_at: float | None = None
+        self.told_at: float | None = None
 
-    def was_reached(self) -> None:
+    def was_reached(self, now: float) -> None:
         """Whoever listens there does not refuse this member."""
+        self.told_at = now + LONG_SECONDS
         self.refused = ""
         self.pause = REFUSED_SECONDS
+
+    def is_missed(self, now: float) -> None:
+        """Nobody is reached there; tells of it, once, if that lasts."""
+        if self.told_at is not None and now >= self.told_at:
+            self.told_at = None
+            if not self.refused:
+                logger.warning(
+                    "nobody was reached at %s of attach_to for %g s; it is tried "
+                    "again: %s",
+                    self.dial.address,
+                    LONG_SECONDS,
+                    self.dial.outcome(),
+                )
 
     def may_begin(self, now: float) -> bool:
         """Whether one that has ended may be begun anew; tells of a refusal."""
@@ -105,6 +124,8 @@ class Attached:
                 place.dial = Dial(place.dial.routes, until=deadline + 1.0)
                 place.dial.error = why
                 self._begin(place)
+        for place in self._places:
+            place.was_reached(time.monotonic())
         self._all_reached = True
 
     def _are_reached(self, deadline: float) -> bool:
@@ -142,9 +163,14 @@ class Attached:
         now = time.monotonic()
         with self._driver.lead.lock:
             reached = [p for p in self._places if self._is_reached(p.dial)]
-        for place in reached:
-            place.was_reached()
+        for place in self._places:
+            if place in reached:
+                place.was_reached(now)
+            elif not place.dial.done:
+                place.is_missed(now)
         for place in self._ended():
+            if place.dial.incarnation and not place.dial.refusal:  # it was, since
+                place.was_reached(now)
             if place.may_begin(now):
                 place.next_at = None
                 place.dial = Dial(place.dial.routes, max_delay=ESTRANGED_DELAY)

@@ -13,7 +13,7 @@ from meeting import DEADLINE, eventually, free_port
 from nng_links import nng_runs
 
 import mq
-from mq import log
+from mq import attaching, log
 from mq.attaching import Attached
 
 __all__ = ["nng_runs"]
@@ -113,6 +113,30 @@ def test_who_refuses_at_an_address_later_is_told_of(
     (told,) = [text for text in caplog.messages if "refuses this member" in text]
     assert told.startswith(f"who listens at {hub} of attach_to now")
     assert "secret" in told
+
+
+def test_why_nobody_is_reached_for_long_is_told_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it may be a certificate, which is no refusal for good."""
+    monkeypatch.setattr(attaching, "LONG_SECONDS", 0.5)
+    hub = place("tcp", Path(), "hub")
+    with mq.connect("tcp", name="hub", listen=hub, **OPTIONS) as first:
+        leaf = mq.connect("tcp", name="leaf", attach_to=hub, **OPTIONS)
+        first.close()
+
+    def told() -> list[str]:
+        log.flush()
+        return [text for text in caplog.messages if "nobody was reached" in text]
+
+    with leaf:
+        for outage in (1, 2):
+            eventually(lambda count=outage: len(told()) == count)
+            with mq.connect("tcp", name="hub", listen=hub, **OPTIONS):
+                eventually(lambda: names(leaf) == ["hub", "leaf"])
+        eventually(lambda: len(told()) == 3)
+    assert told()[0].startswith(f"nobody was reached at {hub} of attach_to for 0.5 s")
+    assert "refused" in told()[0]
 
 
 def test_two_of_one_name_are_told_of() -> None:
