@@ -55,14 +55,12 @@ class _Place:
         """Nobody is reached there; tells of it, once, if that lasts."""
         if self.told_at is not None and now >= self.told_at:
             self.told_at = None
-            if not self.refused:
-                logger.warning(
-                    "nobody was reached at %s of attach_to for %g s; it is tried "
-                    "again: %s",
-                    self.dial.address,
-                    LONG_SECONDS,
-                    self.dial.outcome(),
-                )
+            logger.warning(
+                "nobody was reached at %s of attach_to for %g s; it is tried again: %s",
+                self.dial.address,
+                LONG_SECONDS,
+                self.dial.outcome(),
+            )
 
     def may_begin(self, now: float) -> bool:
         """Whether one that has ended may be begun anew; tells of a refusal."""
@@ -76,6 +74,7 @@ class _Place:
                 )
             self.refused = self.dial.refusal
             self.next_at = now + self.pause
+            self.told_at = self.next_at + LONG_SECONDS
             self.pause = min(2 * self.pause, MOST_REFUSED_SECONDS)
         return self.next_at is None or now >= self.next_at
 

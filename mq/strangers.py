@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from typing import Final
@@ -11,6 +12,8 @@ from mq.log import MOST_CHARACTERS, MOST_STRANGERS, Log, WarnOnce
 
 FORGET_SECONDS: Final = 3600.0
 """How long it is known what was told of strangers; then it may be said again."""
+_PROCESS: Final = re.compile(r"\bpid \d+\b")
+"""In the address of who came over a unix socket."""
 _REASONS: Final = 8
 """Of one host: they may send something else each time."""
 
@@ -48,7 +51,7 @@ class WarnOfStrangers:
         if self._each:
             self._warn(address, text, *args)
             return
-        host = origin(address)
+        host = _PROCESS.sub("", origin(address))
         why = why[:MOST_CHARACTERS]  # which may be what it has sent
         if address:
             why = why.replace(address, host)

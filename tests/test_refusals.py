@@ -62,8 +62,10 @@ def test_a_member_tells_once_of_a_host_that_tries_again_and_again(
     refused = World("a")["a"].mesh.setbacks
     for port in range(2 * MOST_STRANGERS):
         refused.strange(hs.SECRET, "", f"tcp://10.0.0.1:{port}", "another secret")
+        refused.strange(hs.SECRET, "", f"ipc://(pid {port} of user 0)", "another one")
     refused.strange(hs.SECRET, "", "tcp://10.0.0.2:1", "another secret")
-    first, second = caplog.messages
+    first, here, second = caplog.messages
+    assert "ipc://(pid 0 of user 0): another one" in here
     assert "unknown peer at tcp://10.0.0.1:0: another secret" in first
     assert "unknown peer at tcp://10.0.0.2:1: another secret" in second
 

@@ -103,7 +103,8 @@ def test_what_the_environment_asks_for_is_not_guessed_at(asked: str) -> None:
 def test_a_compiled_part_that_is_older_than_the_rest_is_named_with_a_remedy() -> None:
     """As after `git pull` where the installation is editable."""
     code = (
-        "import sys, types\n"
+        "import os, sys, types\n"
+        "os.environ.pop('MQ_COMPILED', None)\n"
         "stale = sys.modules['mq._speed'] = types.ModuleType('mq._speed')\n"
         "stale.__file__ = 'mq/_speed.so'\n"
         "try:\n    import mq\n"

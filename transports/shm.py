@@ -183,9 +183,9 @@ class ShmConn(DescriptorConn):
                 self._mappings[number] = Mapping(fd, nbytes)
             except OSError as error:
                 if not self.shm.may_keep_one_more():
-                    raise ValueError(
-                        f"more segments than can be mapped or kept ({error})"
-                    ) from error
+                    self.shm.malformed += 1  # and yet it may be no fault of the peer's
+                    self.stop_reading(f"no room to map or keep a segment ({error})")
+                    return
                 keep = True
                 self._mappings[number] = Unmapped(fd, nbytes)
                 self.shm.cannot_map(nbytes, error)

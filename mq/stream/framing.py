@@ -344,9 +344,13 @@ class Framing(Conn):
         self.turn_away(f"the peer sent {what}, which no member does")
 
     def turn_away(self, reason: str) -> None:
-        """Nothing more of the peer is read, whatever it has sent."""
+        """As `stop_reading`, of who has broken the rules."""
         self._link.malformed += 1
         self.broke_rules = True
+        self.stop_reading(reason)
+
+    def stop_reading(self, reason: str) -> None:
+        """Nothing more of the peer is read, whatever it has sent."""
         self._start = self._end = self._body = self._skip = 0
         self._exhausted = True
         self.end(reason)

@@ -158,8 +158,9 @@ def let_send_ahead(fd: int, nbytes: int) -> None:
     number, as the kernel counts what it needs itself.
     """
     with contextlib.suppress(OSError), copy_of(fd) as sock:
-        if sock.family == socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+        option = socket.SOL_SOCKET, socket.SO_SNDBUF
+        if sock.family == socket.AF_UNIX and sock.getsockopt(*option) < nbytes:
+            sock.setsockopt(*option, nbytes)
 
 
 def received_bytes(fd: int, known: int) -> int | None:
