@@ -14,8 +14,8 @@ FORGET_SECONDS: Final = 3600.0
 """How long it is known what was told of strangers; then it may be said again."""
 _PROCESS: Final = re.compile(r"\bpid \d+\b")
 """In the address of who came over a unix socket."""
-_REASONS: Final = 8
-"""Of one host: they may send something else each time."""
+MOST_OF_HOST: Final = 8
+"""Lines of a host, or of a user of this one, who may send something else each time."""
 
 
 class WarnOfStrangers:
@@ -23,10 +23,11 @@ class WarnOfStrangers:
 
     Who does not know that it was refused tries again, from another port each time: of
     those each reason is told of once for a host, so that a probe there hides no member.
+    Of any kind few are, so that one host hides no other.
 
     Args:
         log: Where.
-        each: They are told of it, and end: who comes from another port is another.
+        each: They are told of it, and may end: who comes from another port is another.
     """
 
     def __init__(self, log: Log, *, each: bool = False) -> None:
@@ -36,7 +37,7 @@ class WarnOfStrangers:
 
     def _begin(self) -> None:
         self._warn = WarnOnce(self._log, MOST_STRANGERS)
-        self._reasons: Counter[str] = Counter()
+        self._lines: Counter[str] = Counter()
         self._until = time.monotonic() + FORGET_SECONDS
 
     def __call__(self, address: str, why: str, text: str, *args: object) -> None:
@@ -48,12 +49,10 @@ class WarnOfStrangers:
         """
         if time.monotonic() >= self._until:
             self._begin()
-        if self._each:
-            self._warn(address, text, *args)
-            return
         host = _PROCESS.sub("", origin(address))
-        why = why[:MOST_CHARACTERS]  # which may be what it has sent
-        if address:
-            why = why.replace(address, host)
-        if self._reasons[host] < _REASONS and self._warn((host, why), text, *args):
-            self._reasons[host] += 1
+        key = address
+        if not self._each:
+            key = why[:MOST_CHARACTERS]  # which may be what it has sent
+            key = key.replace(address, host) if address else key
+        if self._lines[host] < MOST_OF_HOST and self._warn((host, key), text, *args):
+            self._lines[host] += 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from mq.log import Log, WarnOnce, printable
 from mq.mesh import handshake as hs
-from mq.strangers import WarnOfStrangers
+from mq.strangers import MOST_OF_HOST, WarnOfStrangers
 
 if TYPE_CHECKING:
     from mq.mesh.faults import LinkFault
@@ -164,7 +164,8 @@ class Setbacks:
             rest = "further ones are only counted"
             self._warn((what, who), said, what, who, address or _UNKNOWN, why, rest)
             return
-        rest = "told once an hour for a host; further ones are counted"
-        strangers = self._strangers.setdefault(what, WarnOfStrangers(logger))
+        rest = f"of a host {MOST_OF_HOST} are told of in an hour, others only counted"
+        new = WarnOfStrangers(logger, each=True)
+        strangers = self._strangers.setdefault(what, new)
         nobody = "an unknown peer"
         strangers(address, why, said, what, nobody, address or _UNKNOWN, why, rest)
