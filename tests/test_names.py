@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import functools
 import socket
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import nng_links
 import pytest
@@ -30,6 +32,8 @@ from transports.torchrpc import TorchRpcLink
 from transports.zmq import ZmqLink
 
 __all__ = ["nng_runs", "own_temporary_directory"]
+
+T = TypeVar("T")
 
 NAME = "member.example"
 LINKS: dict[str, MakeLink] = {
@@ -108,17 +112,46 @@ def silence(port: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def beside_silence(
+    make: Callable[[], AbstractContextManager[T]], port_of: Callable[[T], int]
+) -> Iterator[T]:
+    """Something whose port gives no answer at 127.0.0.2, where others may have it."""
+    for again in range(9, -1, -1):
+        with contextlib.ExitStack() as stack:
+            made = stack.enter_context(make())
+            try:
+                stack.enter_context(silence(port_of(made)))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or not again:
+                    raise
+                continue
+            yield made
+            return
+
+
+def listening() -> socket.socket:
+    return socket.create_server(("127.0.0.3", 0))
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def port_of_second(world: World) -> int:
+    return int(world.members[1].addresses[0].rpartition(":")[2])
+
+
+@contextlib.contextmanager
 def hidden(name: str, resolver: Resolver) -> Iterator[tuple[World, Member, str]]:
     """A member, and the name of another that is at the second of two addresses.
 
     At the first one nobody answers.
     """
     resolver.hosts = ["127.0.0.2", "127.0.0.1"]
-    with World(LINKS[name]) as world:
+    make = functools.partial(World, LINKS[name])
+    with beside_silence(make, port_of_second) as world:
         dialler, listener = world.members
-        address = listener.addresses[0]
-        with silence(int(address.rpartition(":")[2])):
-            yield world, dialler, named(address)
+        yield world, dialler, named(listener.addresses[0])
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -196,15 +229,14 @@ def test_torchrpc_dials_the_address_after_one_that_is_silent(
     resolver.hosts = ["127.0.0.2", "127.0.0.3"]
     with (
         World(LINKS["torchrpc"], 1) as world,
-        socket.create_server(("127.0.0.3", 0)) as listener,
+        beside_silence(listening, port_of) as listener,
     ):
         listener.settimeout(PATIENCE)
         (dialler,) = world.members
-        port = listener.getsockname()[1]
-        with silence(port):
-            dialler.link.dial(f"torchrpc://{NAME}:{port}").close()
-            conn = dialler.link.dial(f"torchrpc://{NAME}:{port}")
-            listener.accept()[0].close()
+        port = port_of(listener)
+        dialler.link.dial(f"torchrpc://{NAME}:{port}").close()
+        conn = dialler.link.dial(f"torchrpc://{NAME}:{port}")
+        listener.accept()[0].close()
         world.lost(0, conn)
 
 
@@ -217,19 +249,18 @@ def test_torchrpc_dials_the_next_address_whoever_else_is_at_the_first(
     conn: Any = None
     with (
         socket.create_server(("127.0.0.2", 0)) as other,
-        socket.create_server(("127.0.0.3", 0)) as listener,
+        beside_silence(listening, port_of) as listener,
         contextlib.closing(Sockets(link, PATIENCE)) as sockets,
     ):
         met, silent, last = (control.unconnected(NAME) for _ in range(3))
-        sockets.dial(met, conn, NAME, other.getsockname()[1])
+        sockets.dial(met, conn, NAME, port_of(other))
         sockets.know(met, conn)
         listener.settimeout(PATIENCE)
-        port = listener.getsockname()[1]
-        with silence(port):
-            sockets.dial(silent, conn, NAME, port)
-            sockets.forget(silent)
-            sockets.dial(last, conn, NAME, port)
-            listener.accept()[0].close()
+        port = port_of(listener)
+        sockets.dial(silent, conn, NAME, port)
+        sockets.forget(silent)
+        sockets.dial(last, conn, NAME, port)
+        listener.accept()[0].close()
 
 
 def test_zmq_dials_whichever_address_is_listened_on(resolver: Resolver) -> None:
